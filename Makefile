@@ -9,7 +9,7 @@
 # make docs    the documentation as a site, in build/site
 # make build   the set-up alone
 # make wheel   a wheel in dist/, for this Python and its torch (PYTHON=…, TORCH=2.15.0: for those)
-# make stubs   write the type stubs of the compiled modules (ringdp/_C.pyi, ringdp/_core.pyi) anew, after a change of a binding
+# make stubs   write the type stubs of the compiled modules (ringdp/_C.pyi, tests/core/_core.pyi) anew, after a change of a binding
 # make compile-each   check that each C++ file compiles by itself: the build compiles several together
 #
 # PYTHON names the Python to use (make test PYTHON=python3.12). One that has torch 2.11 or newer is used as it is;
@@ -88,7 +88,7 @@ stubs: build
 
 # Everything that was built, but not .venv.
 clean:
-	rm -rf build dist ringdp.egg-info ringdp/_build_info.py ringdp/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist ringdp.egg-info ringdp/_build_info.py ringdp/*.so tests/core/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -199,11 +199,14 @@ def _make_core(joined: session.Joined) -> Timed:
 
 
 def make_core_runtime(joined: session.Joined, name: str, **given: Any) -> tuple[Any, Any]:
-    """A Runtime of ringdp._core that meets the other ranks' in torch's store under that name, and the module.
+    """A Runtime of tests.core._core that meets the other ranks' in torch's store under that name, and the module.
 
     Its options are `given`, and else what the environment says.
     """
-    from ringdp import _core, config
+    from ringdp import config
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.core import _core
 
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
 

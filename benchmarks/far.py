@@ -36,7 +36,7 @@ from session import slowest
 
 import ringdp
 from ringdp import config
-from ringdp.ddp.words import parse_size
+from ringdp.text import parse_size
 
 SMALL_BYTES = 4096
 SMALL_SIZES = tuple(size << 10 for size in (4, 64, 256, 512))

@@ -20,9 +20,9 @@ from typing import Any
 import checkout  # noqa: F401  # before ringdp
 from ranks import start, stop_all
 
-from ringdp.ddp.words import format_size as format_size
-from ringdp.ddp.words import parse_size as parse_size
-from ringdp.ddp.words import table as table
+from ringdp.text import format_size as format_size
+from ringdp.text import parse_size as parse_size
+from ringdp.text import table as table
 
 QUIET_LOAD = 0.3  # waiting processes beside us, on average over the last minute
 QUIET_OTHERS = 0.05  # share of the machine's CPU time that went to somebody else during the run

@@ -108,9 +108,9 @@ def draw_hosts(results: Sequence[dict[str, Any]], plt: Any) -> Any:
 
 def draw_model(results: Sequence[dict[str, Any]], plt: Any) -> Any:
     """Predicted over measured time of every row of `ring`: on the diagonal the model is right."""
-    from ringdp.job.tuning import Tuning
+    from ringdp.config.tuning import Tuning
+    from ringdp.costs import AlgorithmCosts, HostLayout, work
     from ringdp.tools.algorithm_table import algorithm
-    from ringdp.tools.cost_model import AlgorithmCosts, HostLayout, work
 
     figure, axis = plt.subplots(figsize=(6, 5))
     every: list[float] = []

@@ -94,8 +94,8 @@ def limits_of(result: Mapping[str, Any]) -> dict[str, int]:
 
 
 def costs_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """The model's constants (ringdp/tools/cost_model.py) from a run of two ranks; none from others."""
-    from ringdp.tools.cost_model import HostLayout, work
+    """The model's constants (ringdp/costs.py) from a run of two ranks; none from others."""
+    from ringdp.costs import HostLayout, work
 
     hosts, costs = result["hosts"], result["costs"]
     if len(hosts) != 2:
@@ -124,7 +124,7 @@ def merged(before: Mapping[str, Any], results: Sequence[Mapping[str, Any]], word
 
 def read_before(path: str | None) -> dict[str, Any]:
     """What the file says now, checked; nothing where there is none. Raises ringdp's InvalidArgumentError."""
-    from ringdp.job import tuning
+    from ringdp.config import tuning
 
     if path is None or not Path(path).exists():
         return {}

@@ -99,7 +99,7 @@ def measure(joined: session.Joined) -> None:
 
 
 def _table(limit_bytes: int) -> Mapping[str, int]:
-    from ringdp.job.tuning import MEASURED_LIMITS
+    from ringdp.config.tuning import MEASURED_LIMITS
 
     return dict.fromkeys(MEASURED_LIMITS, limit_bytes)
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ringdp import _early, _moved
+from ringdp import _early
 
 if _early.is_launcher(sys.orig_argv):
     _early.hold()
@@ -140,7 +140,6 @@ def _called_by_import_torch() -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-_moved.keep_old_names()
 if not _called_by_import_torch():
     _check()
     importlib.import_module("ringdp._autoload").register()

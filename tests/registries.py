@@ -10,7 +10,7 @@ from ringdp import compression
 from ringdp.compression.codecs.core_codec import CoreCodec
 
 # None where it is not built: the tests that need it are skipped.
-_core: Any = importlib.import_module("ringdp._core") if importlib.util.find_spec("ringdp._core") else None
+_core: Any = importlib.import_module("tests.core._core") if importlib.util.find_spec("tests.core._core") else None
 
 # By name, in the order of their numbers on the wire: {"name", "number", "block", "bits", "scale_bytes", …}.
 CODEC_SPECS: dict[str, dict[str, Any]] = {} if _core is None else {row["name"]: row for row in _core.codec_specs()}

@@ -28,10 +28,13 @@ CARRIED = ROOT / ".gpu"
 MADE_FROM = "made_from.json"
 COPY = environment.BUILD / "carried"
 EGG_INFO = "ringdp.egg-info"  # in which torch finds the backend's entry point
+PACKAGES = ("ringdp", "tests", "tests/core")
+PATTERNS = ("ringdp/_*.so", "ringdp/_build_info.py", "tests/core/_*.so")
 PACKAGED = ("MANIFEST.in", "README.md", "LICENSE")  # what setup.py reads beside what is compiled
 IMPORT = """
 import sys, torch
-from ringdp import _C, _build_info, _core
+from ringdp import _C, _build_info
+from tests.core import _core
 if _build_info.CUDA and torch.cuda.is_available():
     here = "%d.%d" % torch.cuda.get_device_capability()
     if here not in sys.argv[1].split():
@@ -39,9 +42,10 @@ if _build_info.CUDA and torch.cuda.is_available():
 """
 
 
-def compiled(package: Path) -> list[Path]:
-    """What a build leaves in the package's folder."""
-    return [*sorted(package.glob("_*.so")), *package.glob("_build_info.py")]
+def compiled(root: Path) -> list[Path]:
+    """What a build leaves below `root`, as paths from there."""
+    found = [path for pattern in PATTERNS for path in root.glob(pattern)]
+    return sorted(path.relative_to(root) for path in found)
 
 
 def made_from(architectures: str) -> dict[str, str]:
@@ -57,11 +61,11 @@ def make() -> None:
     if subprocess.run(command, cwd=COPY, env=variables, check=False).returncode != 0:
         raise SetupError(f"the build that was to be carried failed: the log is {COPY}/build/build.log")
     shutil.rmtree(CARRIED, ignore_errors=True)
-    (CARRIED / "ringdp").mkdir(parents=True)
-    for path in compiled(COPY / "ringdp"):
-        shutil.copy2(path, CARRIED / "ringdp")
+    for path in compiled(COPY):
+        (CARRIED / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(COPY / path, CARRIED / path)
         if path.suffix == ".so":
-            subprocess.run(["strip", "--strip-unneeded", str(CARRIED / "ringdp" / path.name)], check=True)
+            subprocess.run(["strip", "--strip-unneeded", str(CARRIED / path)], check=True)
     shutil.copytree(COPY / EGG_INFO, CARRIED / EGG_INFO)
     (CARRIED / MADE_FROM).write_text(json.dumps(made, indent=1))
     if reason := why_not():
@@ -72,10 +76,10 @@ def make() -> None:
 
 def copy_sources() -> None:
     """Into build/carried, with their times, so that only what changed since the last time is compiled."""
-    for name in ("ringdp", "tools"):
+    for name in ("ringdp", "tools", "tests"):
         shutil.rmtree(COPY / name, ignore_errors=True)
     inputs = [*environment.build_inputs(), *(ROOT / "ringdp").rglob("*.py"), *(ROOT / "ringdp").rglob("*.h")]
-    inputs += [*(ROOT / "tools").glob("*.py"), *(ROOT / name for name in PACKAGED)]
+    inputs += [*(ROOT / "tools").glob("*.py"), ROOT / "tests/__init__.py", ROOT / "tests/core/__init__.py", *(ROOT / name for name in PACKAGED)]
     for path in inputs:
         if path.name != "_build_info.py":
             target = COPY / path.relative_to(ROOT)
@@ -92,11 +96,14 @@ def why_not() -> str | None:
     if made != made_from(made["architectures"]):
         return "it was made from other sources than these"
     with tempfile.TemporaryDirectory(prefix="ringdp-carried-") as folder:  # the package as it would be
-        package = Path(folder, "ringdp")
-        package.mkdir()
-        skipped = {path.name for path in compiled(ROOT / "ringdp")}
-        for path in [*(p for p in (ROOT / "ringdp").iterdir() if p.name not in skipped), *compiled(CARRIED / "ringdp")]:
-            (package / path.name).symlink_to(path)
+        here = {ROOT / path for path in compiled(ROOT)}
+        for package in PACKAGES:
+            Path(folder, package).mkdir()
+            for path in (ROOT / package).iterdir():
+                if path not in here and path.name not in ("core", "__pycache__"):
+                    Path(folder, package, path.name).symlink_to(path)
+        for path in compiled(CARRIED):
+            Path(folder, path).symlink_to(CARRIED / path)
         variables = {**os.environ, "PYTHONPATH": folder, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         command = [sys.executable, "-c", IMPORT, made["architectures"]]
         done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
@@ -109,8 +116,8 @@ def use() -> None:
     """Put what is carried into the package's folder. Raises SetupError, before anything has changed."""
     if reason := why_not():
         raise SetupError(f"the build in {CARRIED.name} is not used: {reason}")
-    for path in compiled(CARRIED / "ringdp"):
-        shutil.copy2(path, ROOT / "ringdp")
+    for path in compiled(CARRIED):
+        shutil.copy2(CARRIED / path, ROOT / path)
     shutil.copytree(CARRIED / EGG_INFO, ROOT / EGG_INFO, dirs_exist_ok=True)
     environment.say(f"the build in {CARRIED.name} is used")
 

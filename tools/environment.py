@@ -186,19 +186,21 @@ def version_in_venv(package: str) -> str:
 
 
 def build_inputs() -> list[Path]:
-    csrc = ROOT / "ringdp" / "csrc"
-    sources = [p for p in csrc.rglob("*") if p.suffix in {".cpp", ".h", ".inc", ".def", ".cu", ".cuh"} and p.is_file()]
+    folders = ROOT / "ringdp" / "csrc", ROOT / "tests" / "core"
+    suffixes = {".cpp", ".h", ".inc", ".def", ".cu", ".cuh"}
+    sources = [p for folder in folders for p in folder.rglob("*") if p.suffix in suffixes and p.is_file()]
     return [*sources, *(ROOT / name for name in (*TOOLS, *PACKAGING))]
 
 
 def build_outputs() -> dict[str, str]:
     """Path and time of what a build leaves, so that one that something else removed or replaced is noticed."""
-    outputs = [*(ROOT / "ringdp").glob("_*.so"), ROOT / "ringdp" / "_build_info.py"]
+    modules = [*(ROOT / "ringdp").glob("_*.so"), *(ROOT / "tests" / "core").glob("_*.so")]
+    outputs = [*modules, ROOT / "ringdp" / "_build_info.py"]
     return {p.name: str(p.stat().st_mtime_ns) for p in sorted(outputs) if p.exists()}
 
 
 def build(environment: Environment) -> None:
-    """Compile ringdp/_core and ringdp/_C where they lie, unless this very build is there."""
+    """Compile ringdp/_C and tests/core/_core where they lie, unless this very build is there."""
     wanted = {
         "python": str(environment.python),
         "torch": environment.torch,
@@ -261,7 +263,8 @@ def run_setup(environment: Environment, words: list[str], log_file: Path) -> Non
         ) as process,
     ):
         assert process.stdout is not None
-        progress = re.compile(r"(\[\d+/\d+\]) .* -c \S*?/((?:ringdp/csrc|build/unity)/\S+) -o \S*/ringdp\.(_core|_C)/")
+        places = r"(?:ringdp/csrc|build/unity|tests/core)"
+        progress = re.compile(rf"(\[\d+/\d+\]) .* -c \S*?/({places}/\S+) -o \S*?/(core|ringdp\._C|tests\.core\._core)/")
         failed = False  # inside the messages of a file that does not compile
         last_line = ""
         for line in process.stdout:
@@ -275,7 +278,7 @@ def run_setup(environment: Environment, words: list[str], log_file: Path) -> Non
                 failed = True
             elif " -c " in line and " -o " in line:
                 pass  # the command that failed: a thousand characters, and in the log
-            elif failed or re.search(r"ringdp/csrc/.*(error|warning):", line) or line.startswith("ringdp: "):
+            elif failed or re.search(rf"{places}/.*(error|warning):", line) or line.startswith("ringdp: "):
                 print(line.rstrip(), flush=True)
             last_line = line.rstrip() or last_line
     if process.returncode != 0:

@@ -1,6 +1,7 @@
-"""Builds ringdp._core (the core, no torch header) and ringdp._C (the same core and the torch side), for setup.py.
+"""Builds ringdp._C (the core and the torch side) and tests.core._core (the core, no torch header), for setup.py.
 
-The core's sources are compiled once: their objects are linked into both modules. Where torch has CUDA and a fitting
+The core's sources are compiled once: their objects are linked into both modules. tests.core._core is for tests and
+benchmarks, and built in a checkout only. Where torch has CUDA and a fitting
 nvcc is there, ringdp._C gets csrc/cuda/*.cu and csrc/torch/device/cuda; elsewhere csrc/cuda/absent.cpp and
 csrc/torch/device/no_cuda stand in. tools/unity.py says which files are compiled together; RINGDP_UNITY=0 compiles each
 by itself. What the build was made for is written to ringdp/_build_info.py, which `import ringdp` compares with what it
@@ -58,11 +59,17 @@ NVCC_FLAGS = [
     "-U__CUDA_NO_HALF2_OPERATORS__",
     "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
 ]
+TESTS_CORE = Path("tests/core")
 # _core gets pybind11 internals of its own. It may then bind the same classes as _C, whichever pybind11 each is built
 # with.
 CORE_MACROS = [("PYBIND11_STDLIB", '"_ringdp_core"')]
 # ninja follows includes, setuptools does not
-HEADERS = [str(path) for path in sorted(Path("ringdp").rglob("*")) if path.suffix in (".h", ".inc", ".def")]
+HEADERS = [
+    str(path)
+    for folder in (Path("ringdp"), TESTS_CORE)
+    for path in sorted(folder.rglob("*"))
+    if path.suffix in (".h", ".inc", ".def")
+]
 # One per environment: its paths are in the compiler's command lines, and another command line means compiling again.
 ENVIRONMENT = hashlib.sha256(f"{sys.prefix} {torch.__file__}".encode()).hexdigest()[:8]
 BUILD_FOLDER = Path(
@@ -74,7 +81,7 @@ def sources(*folders: str, suffix: str = "cpp") -> list[str]:
     return [str(path) for path in unity.sources(*folders, suffix=suffix)]
 
 
-CORE_MODULE = str(CSRC / "core_module.cpp")
+CORE_MODULE = str(TESTS_CORE / "core_module.cpp")
 CORE_UNITS = unity.core_units(*CORE_FOLDERS)
 BINDING_UNITS, TORCH_UNITS = unity.torch_units()
 
@@ -98,7 +105,7 @@ class BuildExt(BuildExtension):
 
     user_options: ClassVar = [
         *BuildExtension.user_options,
-        ("core-only", None, "build only ringdp._core"),
+        ("core-only", None, "build only tests.core._core, in a checkout"),
         ("each-alone", None, "compile each file by itself for the compiler's messages; no module is made"),
     ]
     boolean_options: ClassVar = [*BuildExtension.boolean_options, "core-only", "each-alone"]
@@ -107,14 +114,15 @@ class BuildExt(BuildExtension):
         super().initialize_options()
         self.core_only = False
         self.each_alone = False
+        self.core_is_compiled = False
 
     def finalize_options(self) -> None:
         super().finalize_options()
         # One folder for in-place builds, editable installs and wheels (pip would use a fresh temporary one), so that
         # only the first of them compiles.
         self.build_temp = str(BUILD_FOLDER)
-        if self.core_only:
-            self.extensions: list[Any] = [e for e in self.extensions if e.name == "ringdp._core"]
+        only = "tests.core._core" if self.core_only else "" if self.inplace or self.each_alone else "ringdp._C"
+        self.extensions: list[Any] = [e for e in self.extensions if only in ("", e.name)]
 
     def run(self) -> None:
         if os.environ.get("RINGDP_PACK_BUILT") == "1":
@@ -172,12 +180,11 @@ class BuildExt(BuildExtension):
 
     def build_extension(self, ext: Extension) -> None:
         self.build_temp = str(BUILD_FOLDER / ext.name)
-        if ext.name == "ringdp._C":
-            ext.extra_objects = self.core_objects()
         self.quiet_headers(ext)
         if self.each_alone:
             self.check_each(ext)
             return
+        ext.extra_objects = self.core_objects()
         self.relink_if_changed(ext)
         super().build_extension(ext)
 
@@ -187,7 +194,11 @@ class BuildExt(BuildExtension):
             sys.exit("ringdp: --each-alone needs RINGDP_UNITY=0 in the environment; `make compile-each` sets it")
         flags = {name: [*words, "-fsyntax-only"] for name, words in ext.extra_compile_args.items() if name == "cxx"}
         self.compiler.compile(
-            [source for source in ext.sources if source.endswith(".cpp")],
+            [
+                source
+                for source in (*ext.sources, *(CORE_UNITS if ext.name == "tests.core._core" else ()))
+                if source.endswith(".cpp")
+            ],
             output_dir=str(BUILD_FOLDER / "each" / ext.name),
             macros=ext.define_macros,
             include_dirs=ext.include_dirs,
@@ -200,14 +211,24 @@ class BuildExt(BuildExtension):
         Python's folders follow torch's in the same list: an -I would go first, and some installations have a pybind11
         of their own there.
         """
-        ours = str(ROOT / CSRC)
-        others = [folder for folder in [*ext.include_dirs, *self.compiler.include_dirs] if folder != ours]
-        ext.include_dirs = [ours]
+        ours = [str(ROOT / CSRC), str(ROOT / TESTS_CORE)]
+        others = [folder for folder in [*ext.include_dirs, *self.compiler.include_dirs] if folder not in ours]
+        ext.include_dirs = [folder for folder in ext.include_dirs if folder in ours]
         ext.extra_compile_args["cxx"] += [word for folder in others for word in ("-isystem", folder)]
 
     def core_objects(self) -> list[str]:
-        """What compiling ringdp._core left for ringdp._C."""
-        objects = self.compiler.object_filenames(CORE_UNITS, output_dir=str(BUILD_FOLDER / "ringdp._core"))
+        """The core's objects, compiled for whichever module comes first."""
+        folder = str(BUILD_FOLDER / "core")
+        if not self.core_is_compiled:
+            include_dirs, self.compiler.include_dirs = self.compiler.include_dirs, []
+            self.compiler.compile(
+                CORE_UNITS,
+                output_dir=folder,
+                include_dirs=[str(ROOT / CSRC)],
+                extra_postargs={"cxx": list(COMPILE_FLAGS)},
+            )
+            self.compiler.include_dirs, self.core_is_compiled = include_dirs, True
+        objects = self.compiler.object_filenames(CORE_UNITS, output_dir=folder)
         return [str(Path(o).resolve()) for o in objects]
 
     def relink_if_changed(self, ext: Extension) -> None:
@@ -241,11 +262,12 @@ class BuildExt(BuildExtension):
 
 
 class BuildPy(build_py):
-    """build_py, starting from nothing: it would leave files in the wheel whose source is gone."""
+    """build_py, starting from nothing but ringdp._C: it would leave in the wheel what an earlier build put there."""
 
     def run(self) -> None:
+        module = Path(self.build_lib, self.get_finalized_command("build_ext").get_ext_filename("ringdp._C"))
         for path in sorted(Path(self.build_lib).rglob("*"), reverse=True):
-            if path.is_file() and path.suffix != ".so":
+            if path.is_file() and path != module:
                 path.unlink()
         super().run()
 
@@ -280,16 +302,16 @@ def default_jobs() -> int:
 
 def extensions() -> list[Any]:
     core = Extension(
-        "ringdp._core",
-        [CORE_MODULE, *CORE_UNITS],
+        "tests.core._core",
+        [str(path) for path in sorted(TESTS_CORE.glob("*.cpp"))],
         depends=[*HEADERS, *sources(*CORE_FOLDERS)],
-        include_dirs=[str(ROOT / CSRC), pybind11_include()],
+        include_dirs=[str(ROOT / CSRC), str(ROOT / TESTS_CORE), pybind11_include()],
         define_macros=CORE_MACROS,
         extra_compile_args={"cxx": list(COMPILE_FLAGS)},
         libraries=["rt", "pthread", "dl"],
         language="c++",
     )
-    return [core, torch_side(TOOLKIT)]
+    return [torch_side(TOOLKIT), core]
 
 
 def torch_side(toolkit: cuda_toolkit.Toolkit | None) -> Any:

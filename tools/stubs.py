@@ -1,4 +1,4 @@
-"""The type stubs of the compiled modules, ringdp/_C.pyi and ringdp/_core.pyi: `python3 tools/stubs.py [--check]`.
+"""The type stubs of the compiled modules, ringdp/_C.pyi and tests/core/_core.pyi: `python3 tools/stubs.py [--check]`.
 
 pybind11-stubgen reads the built modules. `rewrite` turns its output into what type checkers accept: short names, plain
 `int` and `float`, and the types of `TYPES` where a binding's signature says too little. With --check nothing is
@@ -23,7 +23,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("_C", "_core")
+MODULES = ("ringdp._C", "tests.core._core")
 HEADER = "# Written by tools/stubs.py from the built module (make stubs); do not edit.\n"
 DOCSTRING_WIDTH = 106  # of 120, less two indents and the quotes
 
@@ -32,7 +32,9 @@ DOCSTRING_WIDTH = 106  # of 120, less two indents and the quotes
 SINK = "Callable[[int, str], object]"
 HOOK = "Callable[[Any, GradBucket], torch.futures.Future[Any]]"
 TYPES: dict[str, dict[str, str]] = {
-    "_C": {
+    "ringdp._C": {
+        "algorithms": "list[dict[str, Any]]",
+        "network_interfaces": "list[dict[str, Any]]",
         "PendingMesh.__init__(config)": "dict[str, Any]",
         "ModuleSnapshot.__init__(module)": "torch.nn.Module",
         "ModuleSnapshot.differs(module)": "torch.nn.Module",
@@ -54,11 +56,12 @@ TYPES: dict[str, dict[str, str]] = {
         "set_stack_source(describe)": "Callable[[], str]",
         "set_stack_source(helper_threads)": "Callable[[], int]",
     },
-    "_core": {
+    "tests.core._core": {
         "CallbackStore.__init__(find)": "Callable[[str], str | bytes | None]",
         "CallbackStore.__init__(set)": "Callable[[str, str], object]",
         "Reconfiguration.__init__(secret)": "str | bytes",
         "Runtime.__init__(secret)": "str | bytes",
+        "SlowDevice.queues": "object",
         "algorithms": "list[dict[str, Any]]",
         "codec_specs": "list[dict[str, Any]]",
         "network_interfaces": "list[dict[str, Any]]",
@@ -92,7 +95,7 @@ SPELLINGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write ringdp/_C.pyi and ringdp/_core.pyi from the built modules.")
+    parser = argparse.ArgumentParser(description="Write ringdp/_C.pyi and tests/core/_core.pyi from the built modules.")
     parser.add_argument("--check", action="store_true", help="only say whether they are those of the build")
     check = parser.parse_args().check
     if not all(is_built(module) for module in MODULES):
@@ -100,21 +103,25 @@ def main() -> None:
             sys.exit("ringdp: the extension is not built here: make build")
         print("ringdp: the stubs are not checked, because the extension is not built here (make build)")
         return
-    other = [f"ringdp/{module}.pyi" for module in MODULES if not renew(module, check=check)]
+    other = [stub_of(module) for module in MODULES if not renew(module, check=check)]
     if check and other:
         sys.exit(f"ringdp: the extension that is built here has other stubs than {', '.join(other)}: make stubs")
 
 
 def is_built(module: str) -> bool:
-    return any((ROOT / "ringdp" / f"{module}{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    return any((ROOT / stub_of(module)).with_suffix(suffix).exists() for suffix in EXTENSION_SUFFIXES)
+
+
+def stub_of(module: str) -> str:
+    return f"{module.replace('.', '/')}.pyi"
 
 
 def renew(module: str, *, check: bool) -> bool:
     """Write the stub, or with `check` print what would change. Whether it was right before."""
-    path = ROOT / "ringdp" / f"{module}.pyi"
+    path = ROOT / stub_of(module)
     old, new = path.read_text(), generate(module)
     if check:
-        names = f"ringdp/{module}.pyi", f"ringdp/{module}.pyi of the build"
+        names = stub_of(module), f"{stub_of(module)} of the build"
         sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names))
     elif old != new:
         path.write_text(new)
@@ -129,14 +136,14 @@ def generate(module: str) -> str:
     # Not an installed ringdp, which `import torch` would load.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pybind11_stubgen", "--exit-code", "-o", folder, f"ringdp.{module}"]
+        command = [sys.executable, "-m", "pybind11_stubgen", "--exit-code", "-o", folder, module]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            sys.exit(f"ringdp: pybind11-stubgen cannot read ringdp.{module}:\n{done.stderr or done.stdout}")
-        text = (Path(folder) / "ringdp" / f"{module}.pyi").read_text()
+            sys.exit(f"ringdp: pybind11-stubgen cannot read {module}:\n{done.stderr or done.stdout}")
+        text = (Path(folder) / stub_of(module)).read_text()
     text = rewrite(text, TYPES[module])
     for words in (("check", "--fix-only"), ("format",)):
-        ruff = [sys.executable, "-m", "ruff", *words, "--quiet", "--stdin-filename", f"ringdp/{module}.pyi", "-"]
+        ruff = [sys.executable, "-m", "ruff", *words, "--quiet", "--stdin-filename", stub_of(module), "-"]
         text = subprocess.run(ruff, cwd=ROOT, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
     return text
 

@@ -8,15 +8,12 @@ An entry has ``"compressor"``, in words, and whatever is remembered of the param
 that can be, in row-major order: ``residual`` for what error feedback still owes (its plug-in names such tensors in
 ``owed``), whichever phase left it: float32 ``[numel]``. Other tensors with a value for each element:
 ``kind/phase/name``, ``[numel]``. What else there is belongs to a part: ``kind/phase/part/name``.
-
-Older states of `ddp_hook` (``"version"`` in place of ``"format"``) are read too. Their entries do not say which
-compressor they had, and are in the order of the parameter's memory: ``"order": "memory"`` is added to them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -27,12 +24,10 @@ from ringdp.compression.exchange.section import Phase, Section
 from ringdp.compression.exchange.states import Key, Remembered
 from ringdp.compression.feedback import EF21, ErrorFeedback
 from ringdp.compression.methods.top_k import DGC
-from ringdp.compression.parameters import clean_name
 from ringdp.errors import InvalidArgumentError
 
 Saved: TypeAlias = dict[str, Any]
 _FORMAT = 1
-_HOOK_VERSION = 1
 _NOT_REMEMBERED = ("compressor", "order")
 _KINDS = {int: "a whole number", str: "a text", Mapping: "a dict"}
 
@@ -70,8 +65,6 @@ class State:
         Raises:
             InvalidArgumentError: it is not such a state, or an exact one of another rank or number of ranks.
         """
-        if isinstance(state, Mapping) and "format" not in state and "version" in state:
-            return cls._of_hook(state, rank, ranks)
         if isinstance(state, Mapping) and state.get("format") != _FORMAT:
             raise InvalidArgumentError(
                 f"not a ringdp compression state (format {state.get('format')!r}, expected {_FORMAT})"
@@ -84,19 +77,6 @@ class State:
         _check_rank(list(by_rank), saved_by, rank, ranks)
         entries = field(by_rank, str(rank), Mapping, "the compression state's ranks")
         return cls(saved_by, rank, entries, steps, until, compressed)
-
-    @classmethod
-    def _of_hook(cls, state: Mapping[str, Any], rank: int, ranks: int) -> State:
-        version = field(state, "version", int)
-        if version != _HOOK_VERSION:
-            raise InvalidArgumentError(f"a compression state of version {version}, not {_HOOK_VERSION}")
-        consolidated = "rank" in state and state["rank"] is None
-        step, held = field(state, "step", int), field(state, "parameters", Mapping)
-        saved_by = field(state, "world_size", int)
-        if not consolidated:
-            _check_rank([str(field(state, "rank", int))], saved_by, rank, ranks)
-        entries = {name: {"order": "memory", **field(held, name, Mapping)} for name in held}
-        return cls(saved_by, None if consolidated else rank, entries, step, 0, step)
 
 
 def _check_rank(saved_for: list[Any], saved_by: int, rank: int, ranks: int) -> None:
@@ -200,56 +180,6 @@ def load(section: Section, saved: Saved, rank: int, *, consolidated: bool = Fals
             if piece.numel():
                 dicts.setdefault(key, {})[name] = piece.to(section.device, copy=True)
     return Remembered(residual, dicts)
-
-
-def by_known_name(entries: Mapping[Any, Any], known: Container[str]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The entries by the names that are known, and the other names under which some of them were saved.
-
-    Those are names with what `torch.compile` and other wrappers put into them, which older states have.
-
-    Raises:
-        InvalidArgumentError: two entries of one parameter.
-    """
-    renamed: dict[Any, Any] = {}
-    saved_as: dict[str, str] = {}
-    for key, entry in entries.items():
-        name = key if key in known or not isinstance(key, str) else clean_name(key)
-        if name in renamed:
-            raise InvalidArgumentError(f"the compression state has {name!r} twice, also as {saved_as.get(name, key)!r}")
-        renamed[name] = entry
-        if name != key:
-            saved_as[name] = key
-    return renamed, saved_as
-
-
-def under_new_name(section: Section, saved: Saved, saved_as: str, rank: int) -> Saved:
-    """An exact state that was saved under another name, by which the ranks may own other elements of the parameter.
-
-    What the mean lacks stays the same: an owner owes all of it, every other rank an n-th.
-
-    Raises:
-        InvalidArgumentError: it has what only the owners under the other name can go on from.
-    """
-    before = dataclasses.replace(section, name=saved_as)
-    if before.edges == section.edges or not section.owners_encode:
-        return saved
-    moved: Saved = {}
-    for path, value in saved.items():
-        if not isinstance(path, str) or "/" in path:
-            raise InvalidArgumentError(
-                f"the compression state has {path!r} of {saved_as!r}, which is {section.name!r} now, and its ranks own"
-                " other elements: save it with consolidated=True, or leave it out",
-                name=section.name,
-            )
-        check_elements(section.name, path, value, section.count, float32=_keeps_float32(section, [path]))
-        moved[path] = rescaled(value, _owned_mask(before, rank), _owned_mask(section, rank), section.parts)
-    return moved
-
-
-def rescaled(residual: Tensor, owned_before: Tensor, owned_now: Tensor, ranks: int) -> Tensor:
-    """A rank's residual, after the elements that it owns have changed; see `share`."""
-    there = torch.where(owned_before, residual * ranks, residual / ranks)
-    return torch.where(owned_before == owned_now, residual, there)
 
 
 def _owned_mask(section: Section, rank: int) -> Tensor:

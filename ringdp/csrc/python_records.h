@@ -53,7 +53,7 @@ inline void bind_records(pybind11::module_& module) {
       .def_property_readonly("text", [](const OperationRecord& self) { return self.shape.text(); })
       .def_property_readonly(
           "algorithm", [](const OperationRecord& self) { return self.shape.algorithm; },
-          "Its number, see ringdp._core.algorithms().")
+          "Its number, see algorithms().")
       .def_property_readonly(
           "root", [](const OperationRecord& self) { return self.shape.root; },
           "Or a message's tag, or the codec of a compressed all-reduce; -1: none.")

@@ -89,11 +89,6 @@ def _sizes(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(_size(one) for one in value)
 
 
-def value_is_auto(value: object) -> bool:
-    """Whether a bucket_cap_mb asks for sizes to be chosen."""
-    return isinstance(value, str) and value == "auto"
-
-
 def _named_parameters(value: object) -> bool:
     if value is None:
         return True
@@ -166,10 +161,9 @@ ARGUMENTS: Mapping[str, Argument] = {
         "As DDP, and also a list, as bucket_cap_mb_list. The first bucket is closed at 1 MiB, each later one at twice "
         "as much, up to this. None: 25 where gradients are compressed or another backend than ring moves them, else "
         "4, and from 16 ranks on a quarter of their number, up to 25. A gradient of 4 MiB and more is a bucket of its "
-        "own. \"auto\": the first steps have buckets of several sizes in turns; another than the default is kept where "
-        "it is clearly faster.",
-        'a number above zero, a list of them, or "auto"',
-        lambda value: value is None or value_is_auto(value) or _size(value) or (_sizes(value) and len(value) > 0),
+        "own.",
+        "a number above zero, or a list of them",
+        lambda value: value is None or _size(value) or (_sizes(value) and len(value) > 0),
     ),
     "find_unused_parameters": Argument(
         "own",
@@ -324,16 +318,8 @@ def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets.
 
     Where the user gave no size there are no caps, either: `growing_caps` of `default_cap_mb` are for them.
-
-    Raises:
-        InvalidArgumentError: sizes are both given and to be chosen.
     """
-    asks = value_is_auto(arguments.get("bucket_cap_mb"))
-    if asks and arguments.get("bucket_cap_mb_list"):
-        raise InvalidArgumentError(
-            'RingDP got bucket_cap_mb="auto" and bucket_cap_mb_list: name sizes, or let them be chosen'
-        )
-    given = arguments.get("bucket_cap_mb_list") or (None if asks else arguments.get("bucket_cap_mb"))
+    given = arguments.get("bucket_cap_mb_list") or arguments.get("bucket_cap_mb")
     if isinstance(given, (list, tuple)):
         return list(given), [_bytes(cap) for cap in given]
     return None, growing_caps(given) if given else []

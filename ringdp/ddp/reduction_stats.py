@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringdp.ddp.words import count, format_size, format_time, table
+from ringdp.text import count, format_size, format_time, table
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class Stats:
         exposed_wait_s: how long the end of backward waited for communication, seconds.
         total_backward_s: backward_s summed over all steps.
         total_exposed_wait_s: exposed_wait_s summed over all steps.
-        layout: with ``bucket_cap_mb="auto"`` which sizes of buckets there are, and why; else empty.
     """
 
     steps: int
@@ -30,7 +29,6 @@ class Stats:
     exposed_wait_s: float
     total_backward_s: float
     total_exposed_wait_s: float
-    layout: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -41,6 +39,4 @@ class Stats:
             )
         ]
         head = f"{count(self.steps, 'step')}, {format_size(self.bytes)} of gradients in {count(self.buckets, 'bucket')}"
-        if self.layout:
-            head = f"{head}\n{self.layout}"
         return f"{head}\n{table(['', 'last step', 'mean', 'all steps'], rows)}"

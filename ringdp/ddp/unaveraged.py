@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringdp.compression.parameters import clean_name
-from ringdp.ddp.words import count
+from ringdp.text import count
 
 _log = logging.getLogger("ringdp.parallel")
 _MOST_NAMES = 3

@@ -9,19 +9,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.batch_weight import WeightedModule
-from ringdp.ddp.bucket_layout import LayoutChoice
 
 
 class UnevenInputs(WeightedModule, DistributedDataParallel):
     """What torch's Join calls, on ranks with input and without. Owner, thread: the wrapper's."""
 
     reducer: Any
-    _layout_choice: LayoutChoice | None
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         """As torch's; a rank without input learns how many have some, which its part of a compressed bucket needs."""
-        if self._layout_choice is not None:
-            self._layout_choice.settle()  # all ranks come by here before the first step under Join
         syncs = float(not is_joined_rank and self.require_backward_grad_sync)
         ranks = torch.full((1,), syncs, device=self.device, dtype=torch.float32)
         work = dist.all_reduce(ranks, group=self.process_group, async_op=True)

@@ -29,10 +29,8 @@ from ringdp.ddp.arguments import (
     growing_caps,
     reduction_dtype,
     shows_all_arguments,
-    value_is_auto,
 )
 from ringdp.ddp.batch_weight import BatchWeight
-from ringdp.ddp.bucket_layout import LayoutChoosingModule
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
 from ringdp.ddp.divergence.options import GuardOptions
@@ -76,7 +74,6 @@ _log = logging.getLogger("ringdp.parallel")
 
 class RingDP(
     UnevenInputs,
-    LayoutChoosingModule,
     GuardedModule,
     AutomaticFinalization,
     ChangingModule,
@@ -107,8 +104,7 @@ class RingDP(
         bucket_cap_mb: a bucket leaves when it holds this many MiB; the first one at 1 MiB, each later one at twice as
             much, until that is reached. None: 4 over ring, and from 16 ranks on a quarter of their number, up to 25; 25
             over other backends and with compression. A list caps the first, second, … bucket one by one, its last
-            number all others. "auto": sizes are tried in the first steps, and another than the default is kept where
-            it is clearly faster; see docs/how-to/diagnosis.md.
+            number all others.
         find_unused_parameters: see above.
         compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
             that was registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
@@ -165,7 +161,7 @@ class RingDP(
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | list[float] | str | None = None,
+        bucket_cap_mb: float | list[float] | None = None,
         find_unused_parameters: bool | None = None,
         *positional: Any,
         compression: Compression = None,
@@ -192,7 +188,6 @@ class RingDP(
             )
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
-        self._asks_for_layout = value_is_auto(bucket_cap_mb)
         listed, self._caps_bytes = bucket_caps(arguments)
         self._compare_models = self._broadcast_new = bool(init_sync)
         # As torch's: broadcast_buffers=False leaves them alone here, too.
@@ -224,7 +219,7 @@ class RingDP(
         try:
             super().__init__(
                 module,
-                bucket_cap_mb=None if listed or self._asks_for_layout else bucket_cap_mb,
+                bucket_cap_mb=None if listed else bucket_cap_mb,
                 bucket_cap_mb_list=listed,
                 find_unused_parameters=bool(find_unused_parameters),
                 gradient_as_bucket_view=True if as_view is None else bool(as_view),
@@ -280,8 +275,6 @@ class RingDP(
             settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
         if self._reproducible:
             settings["reproducible"] = "True"
-        if self._asks_for_layout:
-            settings["bucket_cap_mb"] = "auto"
         if config.elastic():
             settings["elastic"] = "True (RINGDP_ELASTIC)"
         return settings
@@ -332,7 +325,6 @@ class RingDP(
             alone=config.reduce_alone(),
         )
         self._monitor = StepMonitor(self.reducer, self.process_group)
-        self._choose_layout_if_asked()
         report_at_exit()
         self._watched = watched
         self._never_reduced = never_reduced(self.module, ignored=self.parameters_to_ignore)
@@ -369,9 +361,7 @@ class RingDP(
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(
-            ("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor", "_layout_choice")
-        )
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
         lists: dict[str, Any] = {
             "_watched": [],
             "_never_reduced": (),
@@ -471,7 +461,7 @@ class RingDP(
 
     def stats(self) -> Stats:
         """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
-        return Stats(**self.reducer.stats(), layout=self._monitor.layout_text)
+        return Stats(**self.reducer.stats())
 
     def report(self) -> Report:
         """Where the time of the last steps went, on all ranks, what costs most, and what helps. Prints as tables.
@@ -494,7 +484,6 @@ class RingDP(
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
-        self._check_hook_beside_layout(hook)
         if self._repaired:
             repair.refuse_hook(self.process_group, state, hook)
         if self._reproducible:
@@ -525,7 +514,6 @@ class RingDP(
                 rank_order.refuse_rules(rules)
             if self._repaired:
                 repair.refuse_rules(rules)
-            self._refuse_beside_layout(rules)
             if rules.compress:
                 no_compression_beside(self._precision)
                 no_compression_in_backward(self._module_parameters)

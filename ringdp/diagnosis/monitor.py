@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ringdp.ddp.words import format_time
 from ringdp.diagnosis.clocks import Clocks, Offset
 from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import StepRecords, StepTaken, step_records
@@ -24,6 +23,7 @@ from ringdp.diagnosis.timeline_session import timelines
 from ringdp.diagnosis.verdict import COSTLY, Verdict, judge, usual_rate
 from ringdp.diagnosis.window import FIELDS, Window, step_of
 from ringdp.job.elastic import is_elastic
+from ringdp.text import format_time
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
@@ -51,19 +51,6 @@ class Gradients(Protocol):
         """By rank, `ATTACHED_BYTES` of each, at rank `rank`. In the backward after step `step`."""
 
 
-class BucketLayout(Protocol):
-    """Chooses buckets by what the ranks tell each other."""
-
-    @property
-    def text(self) -> str:
-        """Which it has chosen, and why."""
-
-    def hear(self, told: list[bytes]) -> None:
-        """By rank. Between the backward that carried it and the end of the next forward."""
-
-    def group_replaced(self, group: dist.ProcessGroup) -> None: ...
-
-
 class StepMonitor:
     """Used by the thread that runs forward.
 
@@ -82,7 +69,6 @@ class StepMonitor:
         self._traffic = _C.traffic
         self.attached: Attached | None = None
         self.gradients: Gradients | None = None
-        self.layout: BucketLayout | None = None
         self._messages: list[bytes] | None = None
         self._counters = FactCounters()
         self._counters.since_last(self._carried())
@@ -145,8 +131,6 @@ class StepMonitor:
         self._place = group.rank(), group.size()
         self._told = self._messages = self._waited = None
         self._counters.forget_links()
-        if self.layout is not None:
-            self.layout.group_replaced(group)
 
     def _step_ended(self) -> None:
         if self._records is None and not self._timelines.active:
@@ -196,12 +180,7 @@ class StepMonitor:
                     memory_bytes=facts.memory_bytes,
                 )
             )
-        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict, self.layout_text)
-
-    @property
-    def layout_text(self) -> str:
-        """Which sizes of buckets were chosen, and why; empty: they are fixed."""
-        return "" if self.layout is None else self.layout.text
+        return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
 
     def take(self) -> None:
         """Hear what the ranks have told each other, if there is something new."""
@@ -215,8 +194,6 @@ class StepMonitor:
             self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
         if self.gradients is not None:
             self.gradients.hear(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
-        if self.layout is not None:
-            self.layout.hear(messages)
 
     def _hear(self) -> None:
         self.take()
@@ -273,7 +250,7 @@ class StepMonitor:
 
     def _buckets(self) -> tuple[BucketTimes, ...]:
         """Of the last step, with what the engine has recorded of their operations."""
-        from ringdp import _C, _core
+        from ringdp import _C
 
         began, ended = (self._reducer.times()[name] for name in ("launched_ns", "finished_ns"))
         recorded = {
@@ -281,7 +258,7 @@ class StepMonitor:
             for one in _C.operations()
             if one.ended_ns and began <= one.queued_ns <= ended and one.name.startswith("bucket ")
         }
-        algorithms = {one["number"]: one["name"] for one in _core.algorithms()}
+        algorithms = {one["number"]: one["name"] for one in _C.algorithms()}
         return tuple(
             _bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began)
             for row in self._reducer.bucket_rows()

@@ -279,7 +279,7 @@ def step_records() -> StepRecords | None:
     folder = config.metrics_dir()
     if folder is None:
         return None
-    launched = config.LaunchEnvironment.read()
+    launched = config.launch_environment()
     rank = 0 if launched is None else launched.rank
     sinks: list[Sink] = [JsonLines(Path(folder), rank)]
     if config.tensorboard():

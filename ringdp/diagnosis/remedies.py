@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringdp.ddp.words import format_time
+from ringdp.costs import AlgorithmCosts, HostLayout, work
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import OWN
-from ringdp.tools.cost_model import AlgorithmCosts, HostLayout, work
+from ringdp.text import format_time
 
 _INT8_RATIO = 32 / 9  # a scale of 32 bits for blocks of 32
 _CODING_NS_PER_BYTE = 1.0  # of gradients, both ways; a core does at least that (docs/lab/benchmarks.md)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringdp.ddp.words import cut, format_size, format_time, short_table, table
 from ringdp.diagnosis.clocks import Offset
 from ringdp.diagnosis.verdict import Verdict
+from ringdp.text import cut, format_size, format_time, short_table, table
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ class Report:
         ranks: a row for each rank.
         buckets: a row for each bucket of this rank.
         verdict: what costs most; None: nothing was told yet.
-        layout: with ``bucket_cap_mb="auto"`` which sizes of buckets there are, and why; else empty.
     """
 
     step: int
@@ -96,12 +95,11 @@ class Report:
     ranks: tuple[RankRow, ...]
     buckets: tuple[BucketTimes, ...]
     verdict: Verdict | None
-    layout: str = ""
 
     def __str__(self) -> str:
         if self.verdict is None:
             return "No report yet: after 10 steps the ranks tell each other how they spent them (one rank alone never)."
-        parts = [str(self.verdict), self._split(), self._clocks(), self.layout, self._buckets()]
+        parts = [str(self.verdict), self._split(), self._clocks(), self._buckets()]
         return "\n\n".join(part for part in parts if part)
 
     def _split(self) -> str:

@@ -41,12 +41,12 @@ class Timelines:
         self._sources.add(source)
 
     def begin(self, rank: int) -> Timeline:
-        from ringdp import _C, _core
+        from ringdp import _C
 
         self._hear_sources()  # steps that have ended already
         if not self.active:
             _, self._cursor, _ = _C.operations_since(0)
-        timeline = Timeline(rank, {one["number"]: one["name"] for one in _core.algorithms()})
+        timeline = Timeline(rank, {one["number"]: one["name"] for one in _C.algorithms()})
         self.active.append(timeline)
         return timeline
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.ddp.words import format_size, format_time
 from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, others_of, quota_in_words
 from ringdp.diagnosis.facts import Facts
 from ringdp.diagnosis.remedies import Sent, remedy_for_communication
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import OWN, Window
+from ringdp.text import format_size, format_time
 
 COSTLY = 0.2  # of a step: from here on communication is worth a line
 _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named

@@ -89,11 +89,8 @@ class Memory:
             entries[name] = saved.entry_of(section, parameter, held)
         return entries
 
-    def read(self, state: saved.State, rank: int, *, saved_as: Mapping[str, str] | None = None) -> LoadedMemory:
+    def read(self, state: saved.State, rank: int) -> LoadedMemory:
         """What is for this memory in `state`, for `take`; nothing changes yet.
-
-        Args:
-            saved_as: what some parameters were called when that was saved, where the state does not say it.
 
         Raises:
             InvalidArgumentError: it does not fit the parameters that are known.
@@ -101,16 +98,13 @@ class Memory:
         consolidated = state.rank is None
         remembered: dict[str, Remembered] = {}
         waiting: dict[str, saved.Saved] = {}
-        entries, renamed = saved.by_known_name(state.entries, self._known)
-        renamed |= saved_as or {}
-        for name in entries:
-            entry = dict(saved.field(entries, name, Mapping))
+        for name in state.entries:
+            entry = dict(saved.field(state.entries, name, Mapping))
             if name not in self._known:
                 waiting[name] = entry
                 continue
             saved.check_compressor(name, entry, describe(self._known[name][0].compressor))
-            before = None if consolidated else renamed.get(name)
-            remembered[name] = self._remembered(name, entry, rank, consolidated, before)
+            remembered[name] = self._remembered(name, entry, rank, consolidated)
         return LoadedMemory(state.compressed_steps, remembered, waiting, consolidated)
 
     def take(self, checkpoint: LoadedMemory) -> None:
@@ -158,14 +152,9 @@ class Memory:
         else:
             self._waiting[name] = entry
 
-    def _remembered(
-        self, name: str, entry: saved.Saved, rank: int, consolidated: bool, saved_as: str | None = None
-    ) -> Remembered:
+    def _remembered(self, name: str, entry: saved.Saved, rank: int, consolidated: bool) -> Remembered:
         section, parameter = self._known[name]
-        held = saved.from_entry(parameter, entry)
-        if saved_as is not None:
-            held = saved.under_new_name(section, held, saved_as, rank)
-        return saved.load(section, held, rank, consolidated=consolidated)
+        return saved.load(section, saved.from_entry(parameter, entry), rank, consolidated=consolidated)
 
     def _mean(self, section: Section, held: saved.Saved, group: dist.ProcessGroup) -> saved.Saved:
         """Over the ranks, of tensors with a value for each element: the others belong to a part of this world."""

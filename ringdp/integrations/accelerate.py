@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ringdp
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidStateError
-from ringdp.integrations import imported
+from ringdp.integrations.libraries import imported
 
 if TYPE_CHECKING:
     import accelerate

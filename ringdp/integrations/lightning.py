@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ringdp.ddp.wrapper import RingDP
-from ringdp.integrations import imported, process_group_backend, register_strategy
+from ringdp.integrations.libraries import imported, process_group_backend, register_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import strategies

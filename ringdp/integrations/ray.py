@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringdp.ddp.wrapper import RingDP
-from ringdp.integrations import imported
+from ringdp.integrations.libraries import imported
 from ringdp.job.devices import default_backend
 
 if TYPE_CHECKING:

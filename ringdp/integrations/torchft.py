@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _DistributedBackendOptions  # type: ignore[attr-defined]
 
 from ringdp.config import RingConfig
-from ringdp.integrations import imported
+from ringdp.integrations.libraries import imported
 from ringdp.job import backend as ring
 
 if TYPE_CHECKING:

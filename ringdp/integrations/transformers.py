@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ringdp.integrations import imported
+from ringdp.integrations.libraries import imported
 
 if TYPE_CHECKING:
     import transformers

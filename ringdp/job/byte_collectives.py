@@ -30,7 +30,7 @@ def alone(what: str) -> bool:
     """
     if dist.is_available() and dist.is_initialized():
         return False
-    launch = config.LaunchEnvironment.read()
+    launch = config.launch_environment()
     if launch is not None and launch.world_size > 1:
         raise InvalidStateError(
             f"{what}: this is rank {launch.rank} of {launch.world_size} and has not joined the others:"

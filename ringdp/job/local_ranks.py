@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ringdp.config import threads as compute_threads
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
 from ringdp.job import arguments
-from ringdp.job import threads as compute_threads
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ringdp import config
+from ringdp.config import environments, threads
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.job import arguments, devices, elastic, job_store, launchers, threads
+from ringdp.job import arguments, devices, elastic, job_store
 from ringdp.job import backend as ring
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
@@ -120,8 +121,8 @@ def init(
     timeout = arguments.duration("timeout", timeout)
     arguments.text_or_none("backend", backend)
     arguments.text_or_none("init_method", init_method)
-    launch = None if init_method is not None and rank is not None else config.LaunchEnvironment.read()
-    if launch is None and rank is None and (advice := launchers.forgotten()) is not None:
+    launch = None if init_method is not None and rank is not None else config.launch_environment()
+    if launch is None and rank is None and (advice := environments.forgotten()) is not None:
         warnings.warn(advice, stacklevel=2)
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     config.refuse_inside_rank(init_method)
@@ -202,7 +203,7 @@ def local_rank() -> int:
     ring.require_initialized("local_rank")
     if (membership := _current_membership()) is not None:
         return membership.local_rank
-    launch = config.LaunchEnvironment.read()
+    launch = config.launch_environment()
     if launch is not None and launch.local_rank is not None:
         return launch.local_rank
     if dist.get_world_size() == 1:

@@ -16,7 +16,6 @@ from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.kvstore.keys import check_number, flat
 
 if TYPE_CHECKING:
-    from ringdp.kvstore.store import KVStore
     from ringdp.kvstore.table import Lot, Table
 
 _log = logging.getLogger("ringdp.kvstore")
@@ -56,15 +55,9 @@ class Attached:
     before `step`.
     """
 
-    def __init__(self, store: KVStore, model: nn.Module) -> None:
-        """Raises InvalidArgumentError for what has no parameters to train, or where a key of that name is there."""
-        if not isinstance(model, nn.Module):
-            raise InvalidArgumentError(f"attach takes a torch.nn.Module, not {type(model).__name__}")
-        named = {name: it for name, it in model.named_parameters() if it.requires_grad}
-        if not named:
-            raise InvalidArgumentError("attach: the model has no parameter that requires a gradient")
-        self._table: Table = store._table
-        store.broadcast(list(named), list(named.values()), list(named.values()))
+    def __init__(self, table: Table, named: dict[str, nn.Parameter]) -> None:
+        """Of `named`, parameters by their keys, which `table` has."""
+        self._table = table
         self._bundles = self._make_bundles(named)
         self._next = 0  # the bundle that leaves next
         self._sync = True
@@ -241,6 +234,16 @@ class Attached:
         if missing and not self._warned:
             self._warned = True
             _log.warning("parameters without gradient count with zeros: %s", ", ".join(missing))
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that require a gradient, by name. Raises InvalidArgumentError where there is none."""
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"attach takes a torch.nn.Module, not {type(model).__name__}")
+    named = {name: it for name, it in model.named_parameters() if it.requires_grad}
+    if not named:
+        raise InvalidArgumentError("attach: the model has no parameter that requires a gradient")
+    return named
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,11 @@ from ringdp.compression import Compression
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.kvstore import saved
+from ringdp.kvstore.attached import Attached, trained_parameters
 from ringdp.kvstore.compressed import compressor_of
 from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, check_rows, summed
 from ringdp.kvstore.table import Table
 from ringdp.kvstore.updates import Callback, Optimizer, Updater, resolve
-
-if TYPE_CHECKING:
-    from ringdp.kvstore.attached import Attached
 
 _ALONE = ("local", "device")
 _OF_ALL_RANKS = ("dist_sync", "dist_device_sync", "dist", "dist_sync_device", "nccl", "ring")
@@ -306,10 +304,15 @@ class KVStore:
 
     @_tells_others
     def attach(self, model: nn.Module) -> Attached:
-        """Push the model's gradients while backward runs; see `Attached`."""
-        from ringdp.kvstore.attached import Attached
+        """Push the model's gradients while backward runs; see `Attached`.
 
-        return Attached(self, model)
+        Raises:
+            InvalidArgumentError: the model has no parameters to train, or a key of that name is there.
+        """
+        named = trained_parameters(model)
+        parameters = list(named.values())
+        self.broadcast(list(named), parameters, parameters)
+        return Attached(self._table, named)
 
     def state_dict(self) -> dict[str, Any]:
         """Values, the optimizer's state and what compression remembers: whole tensors, the same on all ranks, which all

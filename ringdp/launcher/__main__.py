@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
 
     _early.hold()
     try:
-        from ringdp.job import inheritance
-        from ringdp.job.launchers import dmlc
+        from ringdp.config import inheritance
+        from ringdp.config.environments import dmlc
         from ringdp.launcher import supervisor
 
         for name in inheritance.inherited_by_launcher(os.environ):  # of a rank that has started this launcher

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import elastic_launch
 
 from ringdp import _early
-from ringdp.job import threads
+from ringdp.config import threads
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs

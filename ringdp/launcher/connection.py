@@ -12,7 +12,7 @@ import signal
 import stat
 from collections.abc import Collection
 
-from ringdp.job.inheritance import stat_fields
+from ringdp.config.inheritance import stat_fields
 
 _SERVERS = ("sshd", "dropbear", "tinysshd")  # beginnings of the names of processes
 

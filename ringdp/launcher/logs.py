@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from ringdp.job import inheritance
+from ringdp.config import inheritance
 from ringdp.launcher.views import STREAMS, Mode, Stream, Views
 
 DEFAULT_LOG_DIR = Path("logs")

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
-from ringdp.job.inheritance import stat_fields
+from ringdp.config.inheritance import stat_fields
 
 SAME_PRESS_S = 0.25
 """timeout(1), srun and others send a signal to the process and to its group: two so close are one."""

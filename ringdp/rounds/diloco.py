@@ -242,7 +242,7 @@ class DiLoCo:
         """
         self._refuse_inside_evaluation("state_dict()")
         self._wait_for_flights()
-        return state.state_dict(self, consolidated=consolidated)
+        return state.state_dict(self._rounds(), consolidated=consolidated)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from such a state, also with this rank's parameters; all ranks call it.
@@ -254,7 +254,23 @@ class DiLoCo:
         """
         self._refuse_inside_evaluation("load_state_dict()")
         self._wait_for_flights()  # which write into buffers
-        state.load_state_dict(self, saved)
+        rounds = self._rounds()
+        state.load_state_dict(rounds, saved)
+        self._units, self._since, self._counts_samples = rounds.units, rounds.since, rounds.counts_samples
+
+    def _rounds(self) -> state.Rounds:
+        return state.Rounds(
+            self._settings,
+            self._members,
+            self._pace,
+            self._fragments,
+            self._exchanges,
+            self._outer,
+            self._flights,
+            self._units,
+            self._since,
+            self._counts_samples,
+        )
 
     # What a step brings.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ringdp.errors import InvalidArgumentError
 
@@ -34,42 +34,6 @@ class Turn:
     exact: bool = False
     meets: bool = False
     last: bool = False
-
-
-class Clockwork(Protocol):
-    """What decides on turns. One thread.
-
-    Attributes:
-        step: how many have ended.
-        round: how many have ended.
-    """
-
-    step: int
-    round: int
-
-    def due(self, now_s: float) -> bool:
-        """Whether by the clock a fragment leaves after the step that ends now."""
-        ...
-
-    def advance(self, due: bool) -> Turn:
-        """Another step has ended."""
-        ...
-
-    def finish(self) -> Turn:
-        """Everything lands; what has seen a step since it left leaves once more, and lands. A round begins then."""
-        ...
-
-    def stay(self, fragments: Sequence[int]) -> None:
-        """Those of the last turn that were to leave have not: they leave in their next one."""
-        ...
-
-    def label(self) -> str:
-        """Of the last turn: words that all ranks have alike, where they agree."""
-        ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, state: dict[str, Any]) -> None: ...
 
 
 class _Fragments:

@@ -10,8 +10,8 @@ flat, row by row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,36 @@ from ringdp.job.backend import named
 from ringdp.rounds import start
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, Piece
-from ringdp.rounds.outer import class_of
-
-if TYPE_CHECKING:
-    from ringdp.rounds.diloco import DiLoCo
+from ringdp.rounds.outer import OuterStep, class_of
+from ringdp.rounds.pace import Pace
+from ringdp.rounds.settings import Settings
 
 _FORMAT = 1
 _WHERE = "the rounds' state"
+
+
+@dataclasses.dataclass
+class Rounds:
+    """What is saved of a `DiLoCo`, and what tells how: its fragments with their exchanges, in the same order.
+
+    Attributes:
+        outer: of each fragment the outer optimizer.
+        flights: fragments on their way, by number.
+        units: of each fragment the unit of its ranks' weights.
+        since: of each fragment the steps and the samples since it last left.
+        counts_samples: whether ranks weigh by samples.
+    """
+
+    settings: Settings
+    members: dist.ProcessGroup
+    pace: Pace
+    fragments: Sequence[Fragment]
+    exchanges: Sequence[FragmentExchange]
+    outer: Sequence[OuterStep]
+    flights: dict[int, Flight]
+    units: list[float]
+    since: tuple[list[int], list[float]]
+    counts_samples: bool
 
 
 def digest(flat: Tensor) -> int:
@@ -43,32 +66,32 @@ def digest(flat: Tensor) -> int:
     return 0
 
 
-def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
+def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     """See `DiLoCo.state_dict`; nothing is under way."""
-    members = rounds._members
+    members = rounds.members
     own: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {
         "format": _FORMAT,
-        "algorithm": rounds._settings.who,
+        "algorithm": rounds.settings.who,
         "world_size": members.size(),
-        "schedule": rounds._pace.schedule.state(),
-        "compression": rounds._settings.compressor,
-        "outer_class": class_of(rounds._settings.outer),
-        "units": list(rounds._units),
+        "schedule": rounds.pace.schedule.state(),
+        "compression": rounds.settings.compressor,
+        "outer_class": class_of(rounds.settings.outer),
+        "units": list(rounds.units),
         "since": _since(rounds, consolidated),
-        "counts_samples": rounds._counts_samples,
+        "counts_samples": rounds.counts_samples,
         "global": {},
         "outer": {},
         "in_flight": {},
     }
-    for number, (fragment, exchange) in enumerate(zip(rounds._fragments, rounds._exchanges, strict=True)):
+    for number, (fragment, exchange) in enumerate(zip(rounds.fragments, rounds.exchanges, strict=True)):
         local = torch.empty_like(fragment.total)
         fragment.read(local)
         residuals = {piece.name: exchange.residuals.current(piece.name) for piece in fragment.pieces}
         if consolidated:
             local = _mean(local, members)
             residuals = _mean_residuals(fragment, exchange, residuals)
-        outer = rounds._outer[number].state()
+        outer = rounds.outer[number].state()
         for piece in fragment.pieces:
             state["global"][piece.name] = piece.of(fragment.total).clone()
             state["outer"][piece.name] = {key: _part(fragment, piece, value) for key, value in outer.items()}
@@ -76,21 +99,21 @@ def state_dict(rounds: DiLoCo, *, consolidated: bool) -> dict[str, Any]:
             owed = residuals[piece.name]
             if owed is not None:
                 own[piece.name]["residual"] = owed.clone()
-        if number in rounds._flights:
-            state["in_flight"][str(number)] = _flight_state(fragment, rounds._flights[number])
+        if number in rounds.flights:
+            state["in_flight"][str(number)] = _flight_state(fragment, rounds.flights[number])
     return state | ({"parameters": own} if consolidated else {"ranks": {str(members.rank()): own}})
 
 
-def load_state_dict(rounds: DiLoCo, state: Mapping[str, Any]) -> None:
+def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """See `DiLoCo.load_state_dict`. Nothing is changed where something does not fit."""
-    members, fragments = rounds._members, rounds._fragments
+    members, fragments = rounds.members, rounds.fragments
     own, consolidated = _agreed(rounds, state)
-    rounds._pace.load(dict(state["schedule"]))
-    rounds._counts_samples = bool(state.get("counts_samples", False))
-    rounds._units = [float(one) for one in state["units"]]
-    rounds._since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
-    rounds._flights.clear()
-    for number, (fragment, exchange) in enumerate(zip(fragments, rounds._exchanges, strict=True)):
+    rounds.pace.load(dict(state["schedule"]))
+    rounds.counts_samples = bool(state.get("counts_samples", False))
+    rounds.units = [float(one) for one in state["units"]]
+    rounds.since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
+    rounds.flights.clear()
+    for number, (fragment, exchange) in enumerate(zip(fragments, rounds.exchanges, strict=True)):
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
             piece.of(fragment.buffer).copy_(own[piece.name]["local"])
@@ -101,38 +124,38 @@ def load_state_dict(rounds: DiLoCo, state: Mapping[str, Any]) -> None:
                     owed *= _owned(exchange, piece)
                 exchange.residuals.set(piece.name, owed)
         fragment.write(fragment.buffer)
-        rounds._outer[number].load(_joined(fragment, state["outer"]))
+        rounds.outer[number].load(_joined(fragment, state["outer"]))
         if (flight := state["in_flight"].get(str(number))) is not None:
-            rounds._flights[number] = _flight(fragment, flight)
+            rounds.flights[number] = _flight(fragment, flight)
 
 
-def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
+def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
     """This rank's entries, and whether they are for any number of ranks.
 
     Raises:
         InvalidArgumentError: it does not fit.
     """
-    who, members = rounds._settings.who, rounds._members
+    who, members = rounds.settings.who, rounds.members
     if saved.field(state, "format", int, _WHERE) != _FORMAT:
         raise InvalidArgumentError(f"{_WHERE} has format {state['format']!r}, and {_FORMAT} is expected")
     if (algorithm := saved.field(state, "algorithm", str, _WHERE)) != who:
         raise InvalidArgumentError(f"{_WHERE} is of a {algorithm}, and this is a {who}")
-    if (before := saved.field(state, "compression", str, _WHERE)) != rounds._settings.compressor:
+    if (before := saved.field(state, "compression", str, _WHERE)) != rounds.settings.compressor:
         raise InvalidArgumentError(
-            f"{_WHERE} has changes compressed by {before}, here it is {rounds._settings.compressor}: give it the same"
+            f"{_WHERE} has changes compressed by {before}, here it is {rounds.settings.compressor}: give it the same"
             " compression"
         )
-    if (outer := state.get("outer_class", here := class_of(rounds._settings.outer))) != here:
+    if (outer := state.get("outer_class", here := class_of(rounds.settings.outer))) != here:
         raise InvalidArgumentError(
             f"{_WHERE} is of the outer optimizer {outer}, here it is {here}: give it the same outer"
         )
-    if len(state["units"]) != len(rounds._fragments):
+    if len(state["units"]) != len(rounds.fragments):
         raise InvalidArgumentError(
-            f"{_WHERE} has {len(state['units'])} fragments, and there are {len(rounds._fragments)} here: give it the"
+            f"{_WHERE} has {len(state['units'])} fragments, and there are {len(rounds.fragments)} here: give it the"
             " same number"
         )
     timed = "turn" in saved.field(state, "schedule", Mapping, _WHERE)
-    if timed != rounds._settings.unequal:
+    if timed != rounds.settings.unequal:
         raise InvalidArgumentError(f"{_WHERE} was saved with unequal={timed}, here it is {not timed}")
     consolidated = "parameters" in state
     if not consolidated:
@@ -146,7 +169,7 @@ def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
             )
     own = state["parameters"] if consolidated else state["ranks"][str(members.rank())]
     totals = saved.field(state, "global", Mapping, _WHERE)
-    pieces = {piece.name: piece for fragment in rounds._fragments for piece in fragment.pieces}
+    pieces = {piece.name: piece for fragment in rounds.fragments for piece in fragment.pieces}
     if different := sorted(set(pieces) ^ set(totals)):
         has = "has no" if different[0] in pieces else "has"
         raise InvalidArgumentError(f"{_WHERE} {has} parameter {different[0]!r}, and the model is otherwise")
@@ -162,18 +185,18 @@ def _checked(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
     return own, consolidated
 
 
-def _agreed(rounds: DiLoCo, state: Any) -> tuple[Mapping[str, Any], bool]:
+def _agreed(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
     """As `_checked`, where all ranks' states fit and are of one step.
 
     Raises:
         InvalidArgumentError: this rank's does not fit; the others learn why.
         MismatchError: another rank's does not fit, or ranks load different steps.
     """
-    who, members = rounds._settings.who, rounds._members
+    who, members = rounds.settings.who, rounds.members
 
     def lines(_: tuple[Mapping[str, Any], bool]) -> list[str]:
         schedule = {key: value for key, value in state["schedule"].items() if key != "turn_s"}
-        names = ["turn"] if rounds._settings.unequal else ["step", *sorted(schedule)]  # steps are each rank's own there
+        names = ["turn"] if rounds.settings.unequal else ["step", *sorted(schedule)]  # steps are each rank's own there
         return [f"{name}: {schedule[name]}" for name in names]
 
     found, difference = checked_alike(
@@ -239,11 +262,11 @@ def _mean(local: Tensor, members: dist.ProcessGroup) -> Tensor:
     return local
 
 
-def _since(rounds: DiLoCo, consolidated: bool) -> list[list[float]]:
+def _since(rounds: Rounds, consolidated: bool) -> list[list[float]]:
     """For each fragment the steps and samples since it last left; consolidated the mean over the ranks."""
-    since = [[float(steps), float(samples)] for steps, samples in zip(*rounds._since, strict=True)]
-    if consolidated and rounds._members.size() > 1:
-        start.average([mean := torch.tensor(since, dtype=torch.float64, device="cpu")], rounds._members)
+    since = [[float(steps), float(samples)] for steps, samples in zip(*rounds.since, strict=True)]
+    if consolidated and rounds.members.size() > 1:
+        start.average([mean := torch.tensor(since, dtype=torch.float64, device="cpu")], rounds.members)
         since = mean.tolist()
     return [[round(steps), samples] for steps, samples in since]
 

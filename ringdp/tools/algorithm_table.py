@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ringdp import _core
-from ringdp.ddp.words import format_size, format_time, table
-from ringdp.job.tuning import LAYOUTS, Tuning
-from ringdp.tools import cost_model
-from ringdp.tools.cost_model import AlgorithmCosts, HostLayout
+from ringdp import _C
+from ringdp import costs as cost_model
+from ringdp.config.tuning import LAYOUTS, Tuning
+from ringdp.costs import AlgorithmCosts, HostLayout
+from ringdp.text import format_size, format_time, table
 
 SLACK = 1.25  # a choice that the model finds this much slower than its best one is pointed out
 _TOP = 1 << 50
@@ -26,11 +26,11 @@ class Range:
 
 def algorithm(place: HostLayout, dtype: str, size_bytes: int, tuning: Tuning) -> str:
     """What an all-reduce of that size uses there. Raises InvalidArgumentError for a type that does not exist."""
-    return str(_core.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
+    return str(_C.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
 
 
 def layout(place: HostLayout) -> str:
-    """The layout whose limits hold there, one of `ringdp.job.tuning.LAYOUTS`."""
+    """The layout whose limits hold there, one of `ringdp.config.tuning.LAYOUTS`."""
     if len(place.per_host) == 1:
         return "one_host"
     return "one_rank_per_host" if max(place.per_host) == 1 else "several_ranks_per_host"

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringdp.ddp.words import format_time
 from ringdp.diagnosis.metrics_folder import RankState, read
 from ringdp.errors import RingError
+from ringdp.text import format_time
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +40,6 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="the metrics folder")
     parser.add_argument("--once", action="store_true", help="print the table once, as plain text, and end")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (1)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="with --once: write a picture instead")
     parser.set_defaults(run=run)
 
 
@@ -56,12 +55,6 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"python -m ringdp top: --every must be above 0 seconds, not {args.every:g}\n")
         return 2
     try:
-        if args.svg is not None:
-            with open("/dev/null", "w") as nowhere:
-                console = rich.console.Console(width=80, record=True, file=nowhere)
-                console.print(render(read(args.folder), time.time()))
-            console.save_svg(str(args.svg), title=f"python -m ringdp top {args.folder}")
-            return 0
         console = rich.console.Console()
         if args.once:
             console.print(render(read(args.folder), time.time()))

@@ -27,7 +27,7 @@ SAMPLED = {
 def transport_names() -> list[str]:
     """In the order in which `auto` prefers them; without a build, whose tests are skipped, none is known."""
     try:
-        from ringdp import _core
+        from tests.core import _core
     except ImportError:
         return ["auto"]
     return [transport["name"] for transport in _core.registered_transports()]

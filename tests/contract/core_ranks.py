@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, over `ringdp._core`: real connections, no torch, and they stay for many cases."""
+"""Ranks as threads of this process, over `tests.core._core`: real connections, no torch; they stay for many cases."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tests.helpers import need
 
 if TYPE_CHECKING:
-    from ringdp import _core
+    from tests.core import _core
 
     core = _core
 else:
-    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
+    core = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 Result = TypeVar("Result")
 

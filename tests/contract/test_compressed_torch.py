@@ -167,7 +167,8 @@ def test_another_backend_is_named() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_codecs_of_tensors_are_those_of_buffers(codec: str) -> None:
-    from ringdp import _C, _core
+    from ringdp import _C
+    from tests.core import _core
 
     for count in (0, 1, 63, 64, 257, 10_000):
         x = torch.randn(count)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="arg-type, attr-defined, union-attr, func-returns-value"
 """Every collective of torch as on a device: through mirrors that copies fill and empty late and out of order
-(``_C.stage_cpu_tensors``). The cases are those that hold without a device; here they hold with one on all ranks, and on
+(`tests.core.staging`). The cases are those that hold without a device; here they hold with one on all ranks, and on
 some."""
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,10 @@ from tests.helpers import need
 from tests.train.harness import ring_is_built, run_ranks
 
 torch: Any = need("torch")
+need("tests.core._core", "ringdp's extension, built with `make build`,")
 import torch.distributed as dist  # noqa: E402
+
+from tests.core.staging import staged  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
@@ -48,18 +50,6 @@ CASES: list[tuple[Case, int]] = [
     (operations.refusals, 2),
     (operations.disagreement, 2),
 ]
-
-
-@contextmanager
-def staged(seed: int | None) -> Iterator[Any]:
-    from ringdp import _C
-
-    _C.stage_cpu_tensors(seed)
-    try:
-        yield _C
-    finally:
-        _C.hold_staged_copies(False)
-        _C.stage_cpu_tensors(None)
 
 
 def on_some(case: Case, ranks: list[int], seed: int, *args: Any) -> Any:
@@ -153,7 +143,7 @@ def completed() -> list[bool]:
     """A work is completed when its result is on the device, not before."""
     rank, world = dist.get_rank(), dist.get_world_size()
     seen = []
-    with staged(rank) as hook:
+    with staged(rank) as device:
         for _ in range(5):
             x = torch.full((500_000,), float(rank))
             work = dist.all_reduce(x, async_op=True)
@@ -162,11 +152,11 @@ def completed() -> list[bool]:
             seen.append(bool((x == world * (world - 1) / 2).all()))
         future = dist.all_reduce(torch.ones(400_000), async_op=True).get_future()
         seen.append(bool((future.then(lambda it: it.value()[0] + 1).wait() == world + 1).all()))
-        hook.hold_staged_copies(True)
+        device.hold(True)
         work = dist.all_reduce(torch.ones(4), async_op=True)
         time.sleep(0.05)
         seen.append(not work.is_completed())
-        hook.hold_staged_copies(False)
+        device.hold(False)
         work.wait()
     return seen
 
@@ -184,9 +174,9 @@ def never_comes() -> tuple[str, str]:
 
     rank = dist.get_rank()
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
-    with staged(rank) as hook:
+    with staged(rank) as device:
         dist.all_reduce(torch.ones(3), group=group)
-        hook.hold_staged_copies(rank == 1)
+        device.hold(rank == 1)
         x = torch.ones(100_000)
         try:
             dist.all_reduce(x, group=group)

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "faulty.h"
 #include "mesh/shared_setup.h"
 #include "testing.h"
-#include "transport/faulty.h"
 #include "transport/poller.h"
 #include "transport/tcp.h"
 #include "transport/transport.h"

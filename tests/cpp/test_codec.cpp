@@ -12,6 +12,7 @@
 #include "codec/codec.h"
 #include "instruction_sets.h"
 #include "kernels/kernels.h"
+#include "references.h"
 #include "testing.h"
 
 namespace ringdp {

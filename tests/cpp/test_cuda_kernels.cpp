@@ -1,5 +1,5 @@
 // The CUDA kernels, run by the emulation in emulated_cuda/: codes, sums and residuals are to the bit what
-// codec/reference.cpp makes of them, whatever the length and the alignment, and nothing beside the buffers is touched.
+// the references of tests/core make of them, whatever the length and the alignment, and nothing beside the buffers is touched.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,6 +13,7 @@
 #include "cuda/kernels.h"
 #include "guarded.h"
 #include "kernels/elements.h"
+#include "references.h"
 #include "testing.h"
 
 namespace ringdp {

@@ -16,6 +16,7 @@
 
 #include "instruction_sets.h"
 #include "kernels/float_mode.h"
+#include "references.h"
 #include "testing.h"
 
 namespace ringdp {

@@ -4,8 +4,8 @@
 #include <thread>
 
 #include "collective/point_to_point.h"
+#include "faulty.h"
 #include "job.h"
-#include "transport/faulty.h"
 
 namespace ringdp::testing {
 namespace {

@@ -10,6 +10,7 @@
 #include "codec/plugin.h"
 #include "codec/promises.h"
 #include "job.h"
+#include "references.h"
 
 using namespace ringdp;
 using namespace ringdp::testing;

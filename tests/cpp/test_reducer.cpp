@@ -156,26 +156,6 @@ CASE("the last bucket is an exact one with memory of its own, where there is one
   CHECK_EQ(plan.dense_bytes(0), 0u);
 }
 
-CASE("other caps make other buckets in the same order, and what was learned stays to be followed") {
-  BucketPlan plan({4});
-  plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});
-  CHECK_EQ(plan.described(), 1);
-  plan.learn(plan.order_to_send(Numbers{0, 2, 1, 3}, {}));
-  CHECK(plan.set_caps({8}));
-  CHECK(plan.buckets() == (Buckets{{3, 2}, {1, 0}}));
-  CHECK(plan.follow_learned() == std::optional(true));
-  CHECK(plan.buckets() == (Buckets{{0, 2}, {1, 3}}));
-  CHECK(!plan.set_caps({7}));
-  CHECK(plan.set_caps({}));
-  CHECK(plan.buckets() == (Buckets{{0, 2, 1, 3}}));
-  CHECK_EQ(plan.bucket_of(3), 0u);
-  CHECK(plan.set_caps({4}));
-  CHECK(plan.buckets() == (Buckets{{0}, {2}, {1}, {3}}));
-  CHECK_EQ(plan.described(), 1);
-  plan.describe_again({gradient(2), gradient(1), gradient(1), gradient(1)});
-  CHECK_EQ(plan.described(), 2);
-}
-
 CASE("all ranks plan by the order in which rank 0's gradients arrived") {
   BucketPlan plan({4});
   plan.start({gradient(1), gradient(1), gradient(1), gradient(1)});

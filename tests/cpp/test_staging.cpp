@@ -6,8 +6,8 @@
 #include <list>
 #include <thread>
 
-#include "device/slow_device.h"
 #include "job.h"
+#include "slow_device.h"
 
 namespace ringdp::testing {
 namespace {

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ringdp import _core as core
+from tests.core import _core as core
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 WORLD = 3

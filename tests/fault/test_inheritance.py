@@ -14,8 +14,8 @@ import pytest
 
 import ringdp
 from ringdp import config
+from ringdp.config import inheritance
 from ringdp.errors import InvalidStateError
-from ringdp.job import inheritance
 from tests.fault.launch_jobs import Job, script
 from tests.helpers import free_port
 from tests.train.harness import ring_is_built, run_ranks

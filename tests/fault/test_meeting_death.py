@@ -72,7 +72,7 @@ def whoami(spec: RankSpec) -> str:
 
 def tables() -> str:
     """The algorithm tables that every rank brings along, as a rank 0 publishes them."""
-    from ringdp import _core
+    from tests.core import _core
 
     store = _core.MemoryStore()
     with ThreadPoolExecutor(2) as pool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.job import threads
+from ringdp.config import threads
 from tests.fault.launch_jobs import ROOT, script
 from tests.fault.slurm import Cluster, why_not
 

@@ -1,5 +1,5 @@
 """Ranks that are killed, stopped or cut off from their device while tensors are on their way between device and host
-(``_C.stage_cpu_tensors``): named in time, and no copy writes to memory that is gone."""
+(`tests.core.staging`): named in time, and no copy writes to memory that is gone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +17,10 @@ import pytest
 from tests.helpers import need
 
 torch: Any = need("torch")
+need("tests.core._core", "ringdp's extension, built with `make build`,")
 import torch.distributed as dist  # noqa: E402
 
+from tests.core.staging import staged  # noqa: E402
 from tests.fault.rank_jobs import Story, die, expect_peer_lost, job, me, record, suffer, tell  # noqa: E402
 from tests.fault.test_rank_death import run_outcomes, stories  # noqa: E402
 from tests.train import harness  # noqa: E402
@@ -27,18 +28,6 @@ from tests.train import harness  # noqa: E402
 pytestmark = pytest.mark.skipif(not harness.ring_is_built(), reason="ringdp is not built (make build)")
 
 LARGE = 2 * 1024 * 1024  # elements
-
-
-@contextmanager
-def staged() -> Iterator[Any]:
-    from ringdp import _C
-
-    _C.stage_cpu_tensors(me()[0])
-    try:
-        yield _C
-    finally:
-        _C.hold_staged_copies(False)
-        _C.stage_cpu_tensors(None)
 
 
 def killed(folder: str, victim: int, hosts: str) -> Story:
@@ -53,7 +42,7 @@ def killed(folder: str, victim: int, hosts: str) -> Story:
             third.set()
         dist.all_reduce(buffer)
 
-    with mock.patch.dict(os.environ, RINGDP_HOST_ID=hosts[me()[0]]), job(folder) as story, staged():
+    with mock.patch.dict(os.environ, RINGDP_HOST_ID=hosts[me()[0]]), job(folder) as story, staged(me()[0]):
         if me()[0] == victim:
             threading.Thread(target=lambda: (third.wait(), die(folder)), daemon=True).start()
         suffer(story, reduce)
@@ -69,8 +58,8 @@ def test_killed_while_copies_are_under_way(hosts: str, victim: int, tmp_path: Pa
 
 def killed_while_others_copy(folder: str, victim: int) -> Story:
     """The survivors' own input is still on its way, so they have not begun."""
-    with job(folder) as story, staged() as hook:
-        hook.hold_staged_copies(True)
+    with job(folder) as story, staged(me()[0]) as device:
+        device.hold(True)
         works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
         if me()[0] == victim:
             die(folder)
@@ -91,7 +80,7 @@ def test_killed_while_the_others_have_not_begun(tmp_path: Path) -> None:
 
 
 def stopped(folder: str) -> Story:
-    with job(folder, timeout_s=2.0) as story, staged():
+    with job(folder, timeout_s=2.0) as story, staged(me()[0]):
         buffer = torch.ones(LARGE)
         dist.all_reduce(buffer)
         works = [dist.all_reduce(buffer, async_op=True) for _ in range(2)]

@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ringdp import _C, _core  # noqa: E402
+from ringdp import _C  # noqa: E402
+from tests.core import _core  # noqa: E402
 from tests.registries import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.gpu

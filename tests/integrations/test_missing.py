@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ringdp import integrations
+from ringdp.integrations import libraries
 from tests.integrations.environment import ROOT
 
 WITHOUT_LIBRARIES = """
@@ -65,7 +66,7 @@ def test_an_import_error_inside_a_library_is_its_own(monkeypatch: pytest.MonkeyP
     with open(f"{folder}/broken_library.py", "w") as module:
         module.write("import a_module_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
-        integrations.imported("broken_library", package="broken-library")
+        libraries.imported("broken_library", package="broken-library")
 
 
 def test_unknown_names_are_unknown() -> None:

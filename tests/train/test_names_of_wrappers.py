@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
 from ringdp.compression import EF21, Int8, TopK
-from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook, parameter_names
 from tests.train import compressed_training as training
@@ -148,74 +147,6 @@ def test_states_of_compiled_and_plain_models_load_into_each_other(compression: A
     run_ranks(goes_on, compression, consolidated, world_size=2, backend="ring")
 
 
-def mean_of(model: RingDP) -> dict[str, torch.Tensor]:
-    entries = model.compression_state_dict(consolidated=True)["parameters"]
-    return {name: entry["residual"] for name, entry in entries.items()}
-
-
-def with_prefix(entries: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {prefix + name: entry for name, entry in entries.items()}
-
-
-def moved(name: str, numel: int) -> bool:
-    """Whether this rank owns other elements of the parameter by its old name."""
-    return bounds(numel, 2, owner_offset_of(name)) != bounds(numel, 2, owner_offset_of("_orig_mod." + name))
-
-
-def loads_old_states(compression: Any) -> None:
-    """States of before have prefixes; whatever the mean lacks by them, it lacks still."""
-    model = RingDP(net(), compression=compression)
-    training.train(model, range(3))
-    lacking = mean_of(model)
-    assert any(moved(name, len(it)) for name, it in lacking.items())
-    mean = model.compression_state_dict(consolidated=True)
-    mean["parameters"] = with_prefix(mean["parameters"], "_orig_mod.")
-    again = RingDP(net(), compression=compression)
-    again.load_compression_state_dict(mean)
-    for name, it in mean_of(again).items():
-        assert torch.equal(it, lacking[name])
-    # An exact one, as a model of that name would have saved it: of what this rank owns the mean lacks all.
-    own = model.compression_state_dict()
-    rank = str(dist.get_rank())
-    entries = with_prefix(own["ranks"][rank], "_orig_mod.")
-    lacked = {}
-    for name, entry in entries.items():
-        residual = entry["residual"]
-        edges = bounds(len(residual), 2, owner_offset_of(name))
-        mine = torch.zeros_like(residual)
-        mine[edges[int(rank)] : edges[int(rank) + 1]] = 1
-        lacked[name.removeprefix("_orig_mod.")] = residual * (mine + (1 - mine) / 2)
-    own["ranks"] = {rank: entries}
-    again.load_compression_state_dict(own)
-    for name, it in mean_of(again).items():
-        dist.all_reduce(lacked[name])
-        torch.testing.assert_close(it, lacked[name], rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("compression", ["int4", Int8(block=100, error_feedback=True)], ids=str)
-def test_states_saved_with_prefixes_load(compression: Any) -> None:
-    run_ranks(loads_old_states, compression, world_size=2, backend="ring")
-
-
-def owners_remember_more() -> None:
-    """What ranks have in EF21 goes with what owners have: other owners cannot go on from it."""
-    model = RingDP(net(), compression=Int8(error_feedback=EF21()))
-    training.train(model, range(2))
-    own = model.compression_state_dict()
-    rank = str(dist.get_rank())
-    own["ranks"] = {rank: with_prefix(own["ranks"][rank], "_orig_mod.")}
-    with pytest.raises(ringdp.InvalidArgumentError, match=r"of '_orig_mod\.\d\.weight', which is '\d\.weight' now"):
-        model.load_compression_state_dict(own)
-    twice = model.compression_state_dict()
-    twice["ranks"][rank] |= with_prefix(twice["ranks"][rank], "_orig_mod.")
-    with pytest.raises(ringdp.InvalidArgumentError, match=r"has '0\.weight' twice, also as '_orig_mod\.0\.weight'"):
-        model.load_compression_state_dict(twice)
-
-
-def test_what_cannot_be_carried_over_is_refused() -> None:
-    run_ranks(owners_remember_more, world_size=2, backend="ring")
-
-
 def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
     """torch's DDP: compiled outside and inside, with the model that the hook is told."""
     inner = net() if way in ("plain", "around") else WAYS[way]()
@@ -233,11 +164,6 @@ def hooks(compression: Any) -> None:
     for way in (*WAYS, "around"):
         seen, its_state = by_hook(way, compression)
         assert (seen, set(its_state)) == (plain, {"0.weight"}), way
-    hook, _ = ddp_hook(compression, model=compiled(net()), rules=[("2.weight", None)])
-    empty = hook.state_dict(consolidated=True)
-    hook.load_state_dict(empty | {"parameters": with_prefix(state, "_orig_mod.")})
-    loaded = hook.state_dict(consolidated=True)["parameters"]
-    assert torch.equal(loaded["0.weight"]["residual"], state["0.weight"]["residual"])
 
 
 @pytest.mark.parametrize("backend", ["ring", "gloo"])

@@ -151,12 +151,12 @@ def test_a_job_may_end_after_any_step(count: int) -> None:
 
 def tell_ahead_of_buckets() -> list[tuple[str, int, list[tuple[int, int]]]]:
     """Of each backward that told: the algorithm, how many flows, and how much later its buckets began and ended, ns."""
-    from ringdp import _C, _core
+    from ringdp import _C
 
     model, optimizer, _ = made()
     before = max((one.number for one in _C.operations()), default=0)
     steps(model, optimizer, 52)
-    names = {one["number"]: one["name"] for one in _core.algorithms()}
+    names = {one["number"]: one["name"] for one in _C.algorithms()}
     ran = [one for one in _C.operations() if one.number > before and one.ended_ns]
     found = []
     for at, one in enumerate(ran):

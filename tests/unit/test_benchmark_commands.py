@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # the tools are scripts: they find
 
 import allreduce  # noqa: E402
 import auto_compression  # noqa: E402
-import bucket_sizes  # noqa: E402
 import checksum  # noqa: E402
 import churn  # noqa: E402
 import compression_plots  # noqa: E402
@@ -50,7 +49,6 @@ import unequal  # noqa: E402
 TOOLS = (
     allreduce,
     auto_compression,
-    bucket_sizes,
     checksum,
     churn,
     compression_plots,
@@ -120,7 +118,6 @@ def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
         ("rounds.py", "loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
         ("unequal.py", "--ranks 1", "at least two ranks"),
-        ("bucket_sizes.py", "--steps 0", "at least one round of one step"),
         ("selection.py", "--numel 0", "at least one element"),
         ("selection.py", "--rounds 0", "one round"),
         ("selection.py", "--fraction nan", "above 0 and at most 1"),

@@ -489,7 +489,7 @@ def test_the_file_keeps_what_was_not_measured() -> None:
 def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
     if "ring" not in backends_here():
         pytest.skip("ringdp is not built")
-    from ringdp.job import tuning
+    from ringdp.config import tuning
 
     path = tmp_path / "tuning.json"
     options = ["--ranks", "2,3", "--sizes", "4k,16k", "--rounds", "1", "--block-seconds", "0.005"]
@@ -506,7 +506,7 @@ def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
 
 def test_plots_are_drawn_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("matplotlib")
-    need("ringdp._core", "ringdp's extension, built with `make build`,")
+    need("ringdp._C", "ringdp's extension, built with `make build`,")
     assert plots.main(["busbw", "--draw", "--folder", str(tmp_path)]) == 2
     assert plots.main(["model", "--folder", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("nothing was measured yet") == 2

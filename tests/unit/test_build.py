@@ -239,7 +239,8 @@ def small_project(tmp_path: Path) -> Path:
     (csrc / "base" / "number.h").write_text("#pragma once\n#define NUMBER 1\nnamespace ringdp { int number(); }\n")
     (csrc / "base" / "number.cpp").write_text('#include "base/number.h"\nint ringdp::number() { return NUMBER; }\n')
     (csrc / "base" / "alone.cpp").write_text("namespace ringdp { int alone() { return 0; } }\n")
-    (csrc / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
+    (tmp_path / "tests" / "core").mkdir(parents=True)
+    (tmp_path / "tests" / "core" / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
     (csrc / "torch" / "bindings" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
     return tmp_path
 
@@ -251,7 +252,7 @@ def compiled(output: str) -> list[str]:
 
 
 def answers(project: Path) -> str:
-    code = "import torch, ringdp._core, ringdp._C; print(ringdp._core.answer(), ringdp._C.answer())"
+    code = "import torch, ringdp._C, tests.core._core as core; print(core.answer(), ringdp._C.answer())"
     done = run(sys.executable, "-c", code, cwd=project, PYTHONPATH=str(project), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     return done.stdout.strip()
 
@@ -301,7 +302,7 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
 
 
 def test_neither_module_sees_the_other_s_headers() -> None:
-    """ringdp._core is free of torch; ringdp._C has torch's own pybind11, never pip's."""
+    """tests.core._core is free of torch; ringdp._C has torch's own pybind11, never pip's."""
     folders = [path.parent.parent for path in (ROOT / "build").glob("*/ringdp._C/build.ninja")]
     if not folders:
         pytest.skip("no build by ninja in build/ (make build)")
@@ -322,7 +323,7 @@ def test_neither_module_sees_the_other_s_headers() -> None:
         done = subprocess.run(words, input=source, capture_output=True, text=True, check=True)
         return done.stdout.replace("\\\n", " ").split()
 
-    core, torch_side = headers("ringdp._core"), headers("ringdp._C")
+    core, torch_side = headers("tests.core._core"), headers("ringdp._C")
     assert any(h.endswith("/pybind11/pybind11.h") for h in core)
     assert not [h for h in core if "/torch/include/" in h]
     assert any(h.endswith("/torch/include/c10/macros/Macros.h") for h in torch_side)
@@ -346,7 +347,7 @@ def set_up(tmp_path: Path) -> Callable[..., list[str | Path]]:
         "with open('calls', 'a') as calls: calls.write('call\\n')\n"
         "time.sleep(0.5)\n"
         "if pathlib.Path('broken').exists(): sys.exit('csrc/a.cpp:1: error: broken')\n"
-        "pathlib.Path('ringdp/_core.so').touch()\n"
+        "pathlib.Path('ringdp/_C.so').touch()\n"
         "pathlib.Path('ringdp/_build_info.py').touch()\n"
     )
     return lambda *command: [sys.executable, tmp_path / "tools" / "environment.py", *command]
@@ -378,7 +379,7 @@ def test_set_up_is_done_again_when_something_changed(set_up: Callable[..., list[
     assert built() == 0, "the same text with another time"
     (tmp_path / "ringdp" / "csrc" / "a.cpp").write_text("int a;\n")
     assert built() == 1
-    (tmp_path / "ringdp" / "_core.so").unlink()
+    (tmp_path / "ringdp" / "_C.so").unlink()
     assert built() == 1, "the compiled module was removed"
     assert built() == 0
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("ringdp")
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILT = ("ringdp/_*.so", "ringdp/_build_info.py", "tests/core/_*.so")
 DIGEST = (
     "import sys, json; sys.path.insert(0, 'tools'); import carried_build; "
     "print(json.dumps(carried_build.made_from('9.0')))"
@@ -24,13 +25,17 @@ def tree(tmp_path: Path) -> Path:
     """The sources, and in .gpu the build that these tests run with."""
     shutil.copytree(ROOT / "ringdp", tmp_path / "ringdp", ignore=shutil.ignore_patterns("_*.so", "_build_info.py"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copytree(ROOT / "tests" / "core", tmp_path / "tests" / "core", ignore=shutil.ignore_patterns("_*.so"))
+    shutil.copy2(ROOT / "tests" / "__init__.py", tmp_path / "tests")
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy2(ROOT / name, tmp_path)
-    carried = tmp_path / ".gpu" / "ringdp"
-    carried.mkdir(parents=True)
+    carried = tmp_path / ".gpu"
     (tmp_path / ".gpu" / "ringdp.egg-info").mkdir()
-    for path in [*(ROOT / "ringdp").glob("_*.so"), ROOT / "ringdp" / "_build_info.py"]:
-        shutil.copy2(path, carried)
+    for pattern in BUILT:
+        for path in ROOT.glob(pattern):
+            target = carried / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
     made = subprocess.run([sys.executable, "-c", DIGEST], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     (tmp_path / ".gpu" / "made_from.json").write_text(json.dumps(json.loads(made.stdout)))
     return tmp_path
@@ -44,12 +49,12 @@ def use(tree: Path) -> tuple[int, str]:
 
 
 def built(tree: Path) -> list[str]:
-    return sorted(path.name for path in [*(tree / "ringdp").glob("_*.so"), *(tree / "ringdp").glob("_build_info.py")])
+    return sorted(str(path.relative_to(tree)) for pattern in BUILT for path in tree.glob(pattern))
 
 
 def test_what_can_be_imported_is_used(tree: Path) -> None:
     assert use(tree) == (0, "ringdp: the build in .gpu is used\n")
-    assert built(tree) == sorted(path.name for path in (tree / ".gpu" / "ringdp").iterdir())
+    assert built(tree) == built(tree / ".gpu")
     done = subprocess.run([sys.executable, "-c", "from ringdp import _C; print(_C.__file__)"], cwd=tree,
                           stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
     assert Path(done.stdout.strip()).parent == tree / "ringdp"

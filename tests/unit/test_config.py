@@ -1,4 +1,4 @@
-"""ringdp/config.py: what the environment may say, and what is answered where it cannot be meant."""
+"""ringdp/config/variables.py: what the environment may say, and what is answered where it cannot be meant."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from ringdp import config
-from ringdp.config import LaunchEnvironment, RingConfig
+from ringdp.config import LaunchEnvironment, RingConfig, environments, launch_environment, variables
+from ringdp.config.environments import dmlc, hydra
 from ringdp.errors import InvalidArgumentError, SystemResourceError
-from ringdp.job import launchers
-from ringdp.job.launchers import dmlc, hydra
 from tests.helpers import need
 
-core: Any = need("ringdp._core", "ringdp's extension, built with `make build`,")
+core: Any = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 SECRET = bytes(range(32))
 TORCHRUN = {
@@ -112,7 +111,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "table": {"one_host.fold_sent_bytes": 1},
         "table_source": f"RINGDP_TUNING={table}",
     }
-    read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL", "RINGDP_REPORT_FILE"}
+    read_elsewhere = {"RINGDP_CUDA", "RINGDP_LOG_LEVEL", "RINGDP_GRADIENT_POOL"}
     read_elsewhere |= {
         "RINGDP_REPORT_EVERY",
         "RINGDP_REDUCE_ALONE",
@@ -122,7 +121,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "RINGDP_ELASTIC",
         "RINGDP_RANK_PROCESS",
     }
-    assert set(config._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"
+    assert set(variables._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"
 
 
 def test_the_secret_is_not_shown(tmp_path: Path) -> None:
@@ -316,7 +315,7 @@ def test_log_level(ringdp_logger: logging.Logger) -> None:
 
 
 def test_no_launcher() -> None:
-    assert LaunchEnvironment.read({"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+    assert launch_environment({"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 
 def test_torchrun() -> None:
@@ -328,8 +327,8 @@ def test_torchrun() -> None:
         local_world_size=2,
         init_method="tcp://10.0.0.1:29500",
     )
-    assert LaunchEnvironment.read(TORCHRUN | OPEN_MPI) == expected, "torchrun's variables come first"
-    elastic = LaunchEnvironment.read(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert launch_environment(TORCHRUN | OPEN_MPI) == expected, "torchrun's variables come first"
+    elastic = launch_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert elastic == dataclasses.replace(expected, agent_store=True)
 
 
@@ -337,14 +336,14 @@ def test_torchrun() -> None:
 def test_a_missing_variable_is_named(missing: str) -> None:
     partial = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(InvalidArgumentError, match=f"lacks {missing}:"):
-        LaunchEnvironment.read(partial)
+        launch_environment(partial)
 
 
 def test_all_missing_variables_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match=r"says MASTER_ADDR=h but lacks RANK, WORLD_SIZE, MASTER_PORT"):
-        LaunchEnvironment.read({"MASTER_ADDR": "h"})
+        launch_environment({"MASTER_ADDR": "h"})
     with pytest.raises(InvalidArgumentError, match=r"says LOCAL_RANK=0 but lacks RANK"):
-        LaunchEnvironment.read({"LOCAL_RANK": "0"})
+        launch_environment({"LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize(
@@ -360,12 +359,12 @@ def test_all_missing_variables_are_named() -> None:
 )
 def test_an_impossible_place_is_refused(change: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
-        LaunchEnvironment.read(TORCHRUN | change)
+        launch_environment(TORCHRUN | change)
 
 
 def test_open_mpi_on_one_host_needs_nothing_more() -> None:
-    one = LaunchEnvironment.read(OPEN_MPI)
-    other = LaunchEnvironment.read(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    one = launch_environment(OPEN_MPI)
+    other = launch_environment(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert one is not None
     assert other is not None
     assert (one.launcher, one.rank, one.world_size, one.local_rank) == ("mpirun", 1, 2, 1)
@@ -376,15 +375,15 @@ def test_open_mpi_on_one_host_needs_nothing_more() -> None:
 def test_open_mpi_on_several_hosts_is_told_the_meeting_point() -> None:
     spread = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(InvalidArgumentError, match="MASTER_ADDR is not set: pass -x MASTER_ADDR"):
-        LaunchEnvironment.read(spread)
-    told = LaunchEnvironment.read(spread | {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"})
+        launch_environment(spread)
+    told = launch_environment(spread | {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"})
     assert told is not None
     assert told.init_method == "tcp://[fd00::1]:29500"
 
 
 def test_srun_on_one_node_needs_nothing_more() -> None:
     one = SRUN | {"SLURM_STEP_NODELIST": "gpu08"}
-    places = [LaunchEnvironment.read(one | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(6)]
+    places = [launch_environment(one | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)}) for r in range(6)]
     assert [place and (place.rank, place.world_size, place.local_rank) for place in places] == [
         (r, 6, r) for r in range(6)
     ]
@@ -393,7 +392,7 @@ def test_srun_on_one_node_needs_nothing_more() -> None:
     assert first is not None
     assert (first.launcher, first.local_world_size) == ("srun", 6)
     assert first.init_method.startswith("tcp://127.0.0.1:")
-    other = LaunchEnvironment.read(one | {"SLURM_STEP_ID": "1"})
+    other = launch_environment(one | {"SLURM_STEP_ID": "1"})
     assert other is not None
     assert other.init_method != first.init_method, "another step of the same job meets elsewhere"
 
@@ -410,30 +409,30 @@ def test_srun_on_one_node_needs_nothing_more() -> None:
 )
 def test_srun_on_several_hosts_meets_at_the_first_of_the_step(nodes: str, first: str) -> None:
     launch_node = {"SLURM_LAUNCH_NODE_IPADDR": "10.9.9.9", "SLURM_SUBMIT_HOST": "login"}
-    place = LaunchEnvironment.read(SRUN | launch_node | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
+    place = launch_environment(SRUN | launch_node | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": nodes})
     assert place is not None
     assert re.fullmatch(rf"tcp://{first}:2\d{{4}}", place.init_method)
 
 
 def test_a_script_that_srun_did_not_start_is_told() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
-    told = launchers.forgotten(batch)
+    told = environments.forgotten(batch)
     assert told is not None
     assert "one process in a Slurm job of 2 tasks" in told
     assert "srun python train.py" in told
     for other in (batch | {"SLURM_NTASKS": "1"}, SRUN, {"PATH": "/bin"}, batch | TORCHRUN):
-        assert launchers.forgotten(other) is None
+        assert environments.forgotten(other) is None
 
 
 @pytest.mark.parametrize("change", [{}, {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "a,b"}])
 def test_srun_on_several_nodes_is_told_the_meeting_point(change: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"several hosts.*MASTER_ADDR is not set: .*scontrol show hostnames"):
-        LaunchEnvironment.read(SRUN | change | {"SLURM_DISTRIBUTION": "arbitrary"})  # rank 0 may be anywhere
-    told = LaunchEnvironment.read(SRUN | change | {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"})
+        launch_environment(SRUN | change | {"SLURM_DISTRIBUTION": "arbitrary"})  # rank 0 may be anywhere
+    told = launch_environment(SRUN | change | {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"})
     assert told is not None
     assert (told.rank, told.world_size, told.local_rank) == (5, 6, 2)
     assert told.init_method == "tcp://gpu08:29500"
-    derived = LaunchEnvironment.read(SRUN | change | {"MASTER_ADDR": "gpu08"})
+    derived = launch_environment(SRUN | change | {"MASTER_ADDR": "gpu08"})
     assert derived is not None
     assert derived.init_method.startswith("tcp://gpu08:2"), "the port is computed from the job's number"
 
@@ -451,7 +450,7 @@ def test_srun_on_several_nodes_is_told_the_meeting_point(change: dict[str, str])
     ],
 )
 def test_how_many_ranks_slurm_put_on_this_node(variables: dict[str, str], expected: int | None) -> None:
-    place = LaunchEnvironment.read(SRUN | {"MASTER_ADDR": "gpu08"} | variables)
+    place = launch_environment(SRUN | {"MASTER_ADDR": "gpu08"} | variables)
     assert place is not None
     assert place.local_world_size == expected
 
@@ -460,29 +459,29 @@ def test_srun_without_the_number_of_tasks_of_the_step() -> None:
     """As some versions set them: the allocation's number then."""
     variables = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"}
     with pytest.raises(InvalidArgumentError, match="lacks SLURM_NTASKS"):
-        LaunchEnvironment.read(variables)
-    place = LaunchEnvironment.read(variables | {"SLURM_NTASKS": "6", "MASTER_ADDR": "gpu08"})
+        launch_environment(variables)
+    place = launch_environment(variables | {"SLURM_NTASKS": "6", "MASTER_ADDR": "gpu08"})
     assert place is not None
     assert place.world_size == 6
 
 
 def test_hydra_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hydra, "_ancestors", lambda _: iter([(12, "sh"), (11, "hydra_pmi_proxy"), (10, "mpiexec")]))
-    place = LaunchEnvironment.read(HYDRA)
+    place = launch_environment(HYDRA)
     assert place is not None
     assert (place.launcher, place.rank, place.world_size) == ("mpiexec", 1, 2)
     assert (place.local_rank, place.local_world_size) == (1, 2)
     assert place.init_method.startswith("tcp://127.0.0.1:")
     monkeypatch.setattr(hydra, "_ancestors", lambda _: iter([]))
     with pytest.raises(InvalidArgumentError, match="MASTER_PORT is not set: pass -genv MASTER_ADDR"):
-        LaunchEnvironment.read(HYDRA)
+        launch_environment(HYDRA)
 
 
 def test_hydra_on_several_hosts_is_told_the_meeting_point() -> None:
     spread = HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
     with pytest.raises(InvalidArgumentError, match=r"several hosts.*MASTER_ADDR.*-genv MASTER_ADDR"):
-        LaunchEnvironment.read(spread)
-    told = LaunchEnvironment.read(spread | {"MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
+        launch_environment(spread)
+    told = launch_environment(spread | {"MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
     assert told is not None
     assert told.init_method == "tcp://h0:29500"
 
@@ -496,7 +495,7 @@ def test_mxnets_start_scripts() -> None:
         "DMLC_PS_ROOT_URI": "10.0.0.1",
         "DMLC_PS_ROOT_PORT": "9091",
     }
-    place = LaunchEnvironment.read(variables)
+    place = launch_environment(variables)
     assert place is not None
     assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("dmlc", 1, 3, None)
     assert place.init_method == "tcp://10.0.0.1:9091"
@@ -506,22 +505,22 @@ def test_mxnets_start_scripts() -> None:
         "PET_MASTER_ADDR": "10.0.0.1",
         "PET_MASTER_PORT": "9091",
     }
-    told = LaunchEnvironment.read(variables | {"DMLC_WORKER_ID": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
+    told = launch_environment(variables | {"DMLC_WORKER_ID": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29500"})
     assert told is not None
     assert (told.rank, told.init_method) == (2, "tcp://h0:29500")
     with pytest.raises(InvalidArgumentError, match="lacks DMLC_PS_ROOT_PORT"):
-        LaunchEnvironment.read({name: it for name, it in variables.items() if name != "DMLC_PS_ROOT_PORT"})
+        launch_environment({name: it for name, it in variables.items() if name != "DMLC_PS_ROOT_PORT"})
     with pytest.raises(InvalidArgumentError, match="set DMLC_WORKER_ID"):
-        LaunchEnvironment.read({name: it for name, it in variables.items() if name != "DMLC_TASK_ID"})
+        launch_environment({name: it for name, it in variables.items() if name != "DMLC_TASK_ID"})
     with pytest.raises(InvalidArgumentError, match="is not worker, server or scheduler"):
-        LaunchEnvironment.read(variables | {"DMLC_ROLE": "boss"})
+        launch_environment(variables | {"DMLC_ROLE": "boss"})
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
 def test_mxnets_servers_and_schedulers_end_at_once(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ({}, {"OMPI_COMM_WORLD_SIZE": "2"}):  # also where mpirun started it
         with pytest.raises(SystemExit) as ended:
-            LaunchEnvironment.read({"DMLC_ROLE": role, **more})
+            launch_environment({"DMLC_ROLE": role, **more})
         assert ended.value.code == 0
         assert f"DMLC_ROLE={role}: none is needed" in capsys.readouterr().err
 

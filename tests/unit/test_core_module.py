@@ -1,4 +1,4 @@
-"""What `ringdp._core` refuses before anything reaches another rank, and how groups and runtimes end."""
+"""What `tests.core._core` refuses before anything reaches another rank, and how groups and runtimes end."""
 
 from __future__ import annotations
 

@@ -158,9 +158,6 @@ def test_before_init_the_advice_is_ours() -> None:
 def test_buckets_grow_up_to_a_cap_that_all_ranks_compute_alike() -> None:
     mib = 1 << 20
     assert bucket_caps({"bucket_cap_mb": None}) == (None, [])  # then it depends on the group
-    assert bucket_caps({"bucket_cap_mb": "auto"}) == (None, [])
-    with pytest.raises(InvalidArgumentError, match='bucket_cap_mb="auto" and bucket_cap_mb_list'):
-        bucket_caps({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]})
     assert bucket_caps({"bucket_cap_mb": 3}) == (None, [mib, 2 * mib, 3 * mib])
     assert bucket_caps({"bucket_cap_mb": 0.5}) == (None, [mib // 2])
     assert bucket_caps({"bucket_cap_mb_list": [1, 2]}) == ([1, 2], [mib, 2 * mib])

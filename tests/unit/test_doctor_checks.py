@@ -26,7 +26,7 @@ from ringdp.tools.doctor.finding import Finding, Verdict
 from ringdp.tools.doctor.host import Host, Thresholds
 from tests.helpers import need
 
-need("ringdp._core", "ringdp's extension, built with `make build`,")
+need("ringdp._C", "ringdp's extension, built with `make build`,")
 
 MIB = 1 << 20
 

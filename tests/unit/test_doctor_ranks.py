@@ -19,7 +19,7 @@ from ringdp.tools.doctor.ranks.meeting import words
 from ringdp.tools.doctor.ranks.probe import Client, ProbeServer, split
 from tests.helpers import need
 
-need("ringdp._core", "ringdp's extension, built with `make build`,")
+need("ringdp._C", "ringdp's extension, built with `make build`,")
 
 NO_WISHES = Thresholds()
 TOKEN = bytes(16)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringdp.tools.hang import commands, torch_trace
-from ringdp.tools.hang.dumps import Job, read_job
+from ringdp.tools.hang import commands
+from ringdp.tools.hang.dumps import read_job
 from ringdp.tools.hang.verdict import Verdict, judge
-from tests.helpers import need
 
 SLEEP = """Main thread (most recent call first):
   File "/usr/lib/python3.11/queue.py", line 171 in get
@@ -271,7 +269,7 @@ def test_a_file_with_values_of_other_types_is_named_and_the_others_are_read(
         place = place[key]
     place[keys[-1]] = value
     path.write_text(json.dumps(raw))
-    assert commands.main(["explain", str(tmp_path), "--torch", str(tmp_path / "torch")]) == 0
+    assert commands.main(["explain", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert f"dump_rank2_1.json cannot be read as a dump: {words}" in out
     assert "No dump of rank 2 of 3." in out
@@ -290,63 +288,3 @@ def test_dumps_of_jobs_of_other_sizes_are_said(tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "jobs of 3 and of 200 ranks" in out
     assert "and 134 more of 200" in out
-
-
-def test_torchs_analyzer_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    need("torch.distributed.flight_recorder.fr_trace", "torch's flight recorder tools")
-    from torch.distributed.flight_recorder.components.builder import build_db
-    from torch.distributed.flight_recorder.components.config_manager import JobConfig
-    from torch.distributed.flight_recorder.components.loader import read_dir
-
-    for rank in (0, 2):
-        write(tmp_path, rank, [operation(1, "7", 1, kind="barrier"), operation(2, "7", 2, "started", call_site=0)])
-    write(tmp_path, 1, [operation(1, "7", 1, kind="barrier")])
-    torch_trace.write(read_job([tmp_path]), tmp_path / "torch")
-    args = JobConfig().parse_args([str(tmp_path / "torch"), "--prefix", torch_trace.PREFIX])
-    with caplog.at_level(logging.DEBUG):
-        database = build_db(*_swapped(read_dir(args), args))
-    assert [it.collective_name for it in database.collectives] == ["gloo:barrier", "gloo:all_reduce"]
-    assert database.collectives[0].pass_check
-    assert database.collectives[1].missing_ranks == {1}
-    assert database.collectives[1].collective_frames[1] == {
-        "name": "step", "filename": "/home/me/train.py", "line": 31
-    }  # fmt: skip
-
-
-def _swapped(read: tuple[Any, str], args: Any) -> tuple[Any, Any, str]:
-    details, version = read
-    return details, args, version
-
-
-def test_a_process_that_is_not_a_rank_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(["dump", str(os.getppid())]) == 1
-    assert "writes no dumps" in capsys.readouterr().err
-    assert commands.main(["dump", "999999999"]) == 1
-    assert "no process 999999999" in capsys.readouterr().err
-
-
-def test_a_rank_that_writes_nothing_is_named_beside_one_that_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import socket
-
-    def written_by_rank_0(pid: int) -> None:
-        write(tmp_path, 0, [], at=10**10 + pid)
-
-    pids = os.getpid(), os.getppid()
-    for rank, pid in enumerate(pids):
-        (tmp_path / f"process_rank{rank}.json").write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
-    (tmp_path / "process_rank2.json").write_text("[]")
-    (tmp_path / "process_rank3.json").write_text(json.dumps({"pid": "1/../1", "host": socket.gethostname()}))
-    monkeypatch.setattr(commands, "ask", written_by_rank_0)
-    monkeypatch.setattr(commands, "_folder_of", lambda _: None)
-    assert commands.main(["dump", str(tmp_path), "--wait", "0.05"]) == 1
-    told = capsys.readouterr()
-    assert told.out.splitlines() == [f"pid {pids[0]}: {tmp_path / 'dump_rank0_1.json'}"]
-    assert f"process {pids[1]} has written nothing new (dump_rank1_*.json) in {tmp_path} within 0.05 s" in told.err
-
-
-def test_the_job_of_dumps(tmp_path: Path) -> None:
-    write(tmp_path, 0, [operation(1, "7", 1)])
-    job: Job = read_job([tmp_path / "dump_rank0_1.json"])
-    assert job.dumps[0].who == "rank 0 (host a, pid 100)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -41,60 +41,39 @@ PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h$)")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 ENVIRONMENT_IN_CPP = re.compile(r"\b(getenv|secure_getenv|setenv|putenv|unsetenv|clearenv|environ)\b")
 
-# Each room of ringdp, and each module beside them: what else of ringdp it may import. "" is the package itself, for
-# __version__. Some modules of a room have a row of their own, because rooms below use them.
+# Each folder of ringdp, and each module beside them: what else of ringdp it may import. "" is the package itself, for
+# __version__. What a row names stands below it: the rows have no circle.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "_moved": set(),
+    "text": set(),
+    "costs": {"errors"},
     "_early": set(),
     "_build_info": set(),
     "_build": {"_build_info"},
-    "job.launchers": {"errors"},
-    "job.inheritance": {"errors"},
-    "job.tuning": {"errors"},
-    "job.threads": set(),
-    "job.secret": {"errors"},
-    "job.values": {"errors"},
-    "config": {"errors", "job.inheritance", "job.launchers", "job.tuning", "job.secret", "job.values", "_build", "_C"},
+    "config": {"errors", "_build", "_C"},
     "job": {"", "errors", "config", "_build", "_C"},
     "compression": {"errors", "_C"},
     "hooks": {"errors", "compression", "job", "_C"},
-    "ddp": {"errors", "config", "job", "compression", "hooks", "diagnosis", "ddp.words", "_C"},
-    "ddp.words": set(),
-    "tools.cost_model": {"errors"},
-    "diagnosis": {"", "errors", "config", "job", "ddp.words", "tools.cost_model", "_C", "_core"},
+    "diagnosis": {"", "errors", "text", "costs", "config", "job", "_C"},
+    "ddp": {"errors", "text", "config", "job", "compression", "hooks", "diagnosis", "_C"},
     "amp": {"errors", "hooks", "ddp", "_C"},
     "metrics": {"errors", "config", "job", "diagnosis"},
     "checkpoint": {"errors", "job"},
     "data": {"errors", "config", "job"},
-    "nn": {"errors", "job", "kvstore", "_C"},
     "kvstore": {"errors", "config", "job", "compression", "hooks", "_C"},
+    "nn": {"errors", "job", "kvstore", "_C"},
     "rounds": {"errors", "config", "job", "compression", "ddp", "_C"},
+    "launcher": {"", "_early", "errors", "config", "diagnosis"},
     "launch": {"launcher", "job"},
-    "launcher": {"", "_early", "errors", "config", "job.inheritance", "job.threads", "job.launchers", "diagnosis"},
     "_autoload": {"job"},
-    "__init__": {
-        "_early",
-        "errors",
-        "job",
-        "compression",
-        "hooks",
-        "ddp",
-        "diagnosis",
-        "amp",
-        "metrics",
-        "checkpoint",
-        "data",
-        "kvstore",
-        "nn",
-        "rounds",
-    }
-    | {"_autoload", "_build", "_moved", "testing"},
+    # The face names what is public, and loads it when it is used.
+    "__init__": {"_early", "errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint"}
+    | {"data", "kvstore", "nn", "rounds", "_autoload", "_build", "testing"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
 # The launcher makes the environment of the ranks, integrations what Accelerate reads; everything else asks config.
-MAY_READ_ENVIRONMENT = {"config", "launcher", "job.launchers", "job.threads", "integrations"}
+MAY_READ_ENVIRONMENT = {"config", "launcher", "integrations"}
 
 
 def cpp_files(root: Path) -> list[Path]:
@@ -151,16 +130,10 @@ def torch_include_violations(name: Path, header: Path) -> Iterator[str]:
         yield f"{name} includes {header}: {other} does not stand to the right of {room}"
 
 
-def unit_of(parts: Sequence[str]) -> str:
-    """The row that speaks of a module, or its room: launch, agent -> launch; job, launchers -> job.launchers."""
-    own = ".".join(parts[:2])
-    return own if own in MAY_IMPORT else parts[0]
-
-
-def imported_units(tree: ast.Module, path: Path, package: Path) -> set[str]:
-    """The row or room of everything of the package that a file imports; "" is the package itself."""
+def imported_modules(tree: ast.Module, path: Path, package: Path) -> set[str]:
+    """The dotted names, without the package's, that a file imports of the package; "" is the package itself."""
     root = package.name
-    units = set()
+    modules = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -172,11 +145,44 @@ def imported_units(tree: ast.Module, path: Path, package: Path) -> set[str]:
         else:
             continue
         for name in names:
-            parts = name.split(".")
-            if parts[0] == root:
-                unit = unit_of(parts[1:]) if len(parts) > 1 else ""
-                units.add("" if unit == "__version__" else unit)
-    return units
+            first, _, rest = name.partition(".")
+            if first == root:
+                modules.add("" if rest == "__version__" else rest)
+    return modules
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """Of the nodes of a graph those that lie on a circle, one list for each set of nodes that reach each other."""
+    reached = {node: set(others) for node, others in arrows.items()}
+    for between in arrows:
+        for others in reached.values():
+            if between in others:
+                others |= reached[between]
+    found = {
+        tuple(sorted(other for other in arrows if other in reached[node] and node in reached[other]))
+        for node in arrows
+        if node in reached[node]
+    }
+    return [list(circle) for circle in sorted(found)]
+
+
+def module_circles(package: Path) -> list[list[str]]:
+    """Modules that import each other, wherever in the file that is done, be it for the type checker alone."""
+    paths = {module_name(path, package): path for path in package.rglob("*.py")}
+    arrows = {}
+    for name, path in paths.items():
+        needed = set()
+        for other in imported_modules(ast.parse(path.read_text()), path, package):
+            while other and other not in paths:  # a name of a module
+                other = other.rpartition(".")[0]
+            needed.add(other)
+        arrows[name] = needed - {name, ""}
+    return circles(arrows)
+
+
+def module_name(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def reads_environment(tree: ast.Module) -> bool:
@@ -193,16 +199,15 @@ def reads_environment(tree: ast.Module) -> bool:
 def import_violations(package: Path) -> Iterator[str]:
     """What the Python files of a package import, or read, against the rules, one sentence each."""
     for path in sorted(package.rglob("*.py")):
-        unit = unit_of(path.relative_to(package).with_suffix("").parts)
+        unit = path.relative_to(package).with_suffix("").parts[0]
         name = path.relative_to(package.parent)
         tree = ast.parse(path.read_text())
         if unit not in TOPMOST and unit not in MAY_IMPORT:
             yield f"{name}: {unit} has no place in {Path(__file__).name}"
             continue
         if unit not in TOPMOST:
-            for other in sorted(imported_units(tree, path, package) - {unit}):
-                if other in MAY_IMPORT[unit] or other.partition(".")[0] in MAY_IMPORT[unit] | {unit}:
-                    continue
+            units = {module.partition(".")[0] for module in imported_modules(tree, path, package)}
+            for other in sorted(units - {unit} - MAY_IMPORT[unit]):
                 yield f"{name} imports {package.name}.{other}".rstrip(".") + f": {unit} may not"
         if unit not in MAY_READ_ENVIRONMENT | TOPMOST and reads_environment(tree):
             yield f"{name} reads the environment: config does that"
@@ -224,6 +229,27 @@ def test_cpp_leaves_the_environment_alone() -> None:
 
 def test_python_imports_only_what_stands_to_its_right() -> None:
     assert list(import_violations(PACKAGE)) == []
+
+
+def test_no_folder_needs_what_needs_it() -> None:
+    assert circles(MAY_IMPORT) == []
+    assert not [row for row in MAY_IMPORT if "." in row]
+
+
+def test_no_module_needs_what_needs_it() -> None:
+    assert module_circles(PACKAGE) == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "ringdp"
+    (package / "job").mkdir(parents=True)
+    (package / "errors.py").write_text("")
+    (package / "job" / "__init__.py").write_text("from ringdp.job import a")
+    (package / "job" / "a.py").write_text("from ringdp.errors import RingError\nfrom ringdp.job.b import B")
+    (package / "job" / "b.py").write_text("def f():\n    from ringdp.job import c")
+    (package / "job" / "c.py").write_text("if TYPE_CHECKING:\n    from ringdp.job.a import A")
+    assert module_circles(package) == [["job.a", "job.b", "job.c"]]
+    assert circles({"a": {"b"}, "b": {"c", "x"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
 @pytest.mark.parametrize(
@@ -277,11 +303,12 @@ def test_a_read_of_the_environment_is_found_in_code_but_not_in_comments() -> Non
         ("compression/int8.py", "from ringdp.job.process_group import rank", "imports ringdp.job"),
         ("compression/int8.py", "from ..job.process_group import rank", "imports ringdp.job"),
         ("compression/int8.py", "from .. import job", "imports ringdp.job"),
-        ("config.py", "from ringdp.job import launchers, backend", "imports ringdp.job"),
-        ("job/launchers.py", "from ringdp.job import backend", "imports ringdp.job"),
+        ("config/environments/slurm.py", "from ringdp.job import backend", "imports ringdp.job"),
+        ("diagnosis/verdict.py", "from ringdp.ddp.wrapper import RingDP", "imports ringdp.ddp"),
+        ("diagnosis/remedies.py", "from ringdp.tools import top", "imports ringdp.tools"),
         ("hooks/names.py", "def f():\n    from ringdp.ddp.wrapper import RingDP", "imports ringdp.ddp"),
         ("ddp/wrapper.py", "from ringdp import testing", "imports ringdp.testing"),
-        ("launch/agent.py", "from ringdp import _C", "imports ringdp._C"),
+        ("launcher/agent.py", "from ringdp import _C", "imports ringdp._C"),
         ("unheard_of.py", "", "has no place"),
         ("ddp/wrapper.py", "import os\nos.environ['X']", "reads the environment"),
         ("ddp/wrapper.py", "from os import getenv", "reads the environment"),

@@ -11,11 +11,11 @@ import torch
 
 from ringdp import compression
 from ringdp.compression import Info
-from ringdp.tools.cost_model import HostLayout, work
+from ringdp.costs import HostLayout, work
 from tests.helpers import need
 from tests.registries import ALGORITHMS, ALL_REDUCES, BLOCK_CODECS, CODEC_COMPRESSORS, CODEC_SPECS, COMPRESSORS
 
-need("ringdp._core", "ringdp's extension, built with `make build`,")
+need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -10,7 +10,7 @@ from ringdp.ddp.compression.auto import Decision
 from ringdp.ddp.compression.quality import Quality
 from ringdp.ddp.compression.stats import CompressionStats
 from ringdp.ddp.reduction_stats import Stats
-from ringdp.ddp.words import count, cut, short_table
+from ringdp.text import count, cut, short_table
 
 
 def aligned(text: str) -> bool:

@@ -16,8 +16,8 @@ import pytest
 
 from tests.helpers import need
 
-PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
-MODULES = ("_C", "_core")
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("ringdp._C", "tests.core._core")
 
 
 def differences(module: ModuleType, stub: str) -> list[str]:
@@ -86,8 +86,8 @@ def words_of(arguments: ast.arguments) -> str:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_stub_is_that_of_the_build(name: str) -> None:
-    module = need(f"ringdp.{name}", "ringdp's extension, built with `make build`,")
-    found = differences(module, (PACKAGE / f"{name}.pyi").read_text())
+    module = need(name, "ringdp's extension, built with `make build`,")
+    found = differences(module, (ROOT / f"{name.replace('.', '/')}.pyi").read_text())
     assert found == [], "the extension or its stubs are old: `make stubs` builds, and writes them"
 
 
@@ -125,8 +125,8 @@ def test_a_stub_is_that_of_the_build(name: str) -> None:
     ],
 )
 def test_a_wrong_stub_is_found(line: str, other: str, complaint: str) -> None:
-    module = need("ringdp._core", "ringdp's extension, built with `make build`,")
-    stub = (PACKAGE / "_core.pyi").read_text()
+    module = need("tests.core._core", "ringdp's extension, built with `make build`,")
+    stub = (ROOT / "tests" / "core" / "_core.pyi").read_text()
     assert stub.count(line) == 1
     assert complaint in differences(module, stub.replace(line, other))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.job import threads
-from ringdp.job.threads import cgroup_quota, threads_by_affinity, threads_per_rank, usable_cores
+from ringdp.config import threads
+from ringdp.config.threads import cgroup_quota, threads_by_affinity, threads_per_rank, usable_cores
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ringdp import __main__ as command  # noqa: E402
-from ringdp.ddp import words  # noqa: E402
+from ringdp import text  # noqa: E402
+from ringdp.config.tuning import Tuning  # noqa: E402
+from ringdp.costs import HostLayout  # noqa: E402
 from ringdp.errors import InvalidArgumentError, SystemResourceError  # noqa: E402
-from ringdp.job.tuning import Tuning  # noqa: E402
 from ringdp.tools import algorithm_table  # noqa: E402
 from ringdp.tools.bench import collectives, measuring  # noqa: E402
 from ringdp.tools.bench import command as bench_command  # noqa: E402
-from ringdp.tools.cost_model import HostLayout  # noqa: E402
 from tests.helpers import free_port, need  # noqa: E402
 
-need("ringdp._core", "ringdp's extension, built with `make build`,")
+need("ringdp._C", "ringdp's extension, built with `make build`,")
 
 pytestmark = pytest.mark.timeout(300)  # two ranks and gloo's take minutes where compilers have the cores
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,9 +153,9 @@ def test_memory_that_is_not_there_is_said_with_rank_and_size() -> None:
 
 
 def test_sizes_and_times_in_words() -> None:
-    assert [words.parse_size(word) for word in ("4k", "1MiB", "96")] == [4096, 1 << 20, 96]
-    assert [words.format_size(size) for size in (10, 4096, 25 << 20)] == ["10 B", "4 KiB", "25 MiB"]
-    assert [words.format_time(t) for t in (4.56e-6, 12.3e-3, 2.0)] == ["4.56 µs", "12.3 ms", "2 s"]
+    assert [text.parse_size(word) for word in ("4k", "1MiB", "96")] == [4096, 1 << 20, 96]
+    assert [text.format_size(size) for size in (10, 4096, 25 << 20)] == ["10 B", "4 KiB", "25 MiB"]
+    assert [text.format_time(t) for t in (4.56e-6, 12.3e-3, 2.0)] == ["4.56 µs", "12.3 ms", "2 s"]
 
 
 def test_sizes_step_as_nccl_tests_do() -> None:

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pytest
 
-from ringdp.config import RingConfig
+from ringdp.config import RingConfig, tuning
 from ringdp.errors import HandshakeError, InvalidArgumentError, SystemResourceError
-from ringdp.job import tuning
 from tests.forked import Program
 from tests.helpers import need
 
 if TYPE_CHECKING:
-    from ringdp import _core
+    from tests.core import _core
 
     core = _core
 else:
-    core = need("ringdp._core", "ringdp's extension, built with `make build`,")
+    core = need("tests.core._core", "ringdp's extension, built with `make build`,")
 
 
 def write(folder: Path, name: str = "tuning.json", **layouts: Mapping[str, int]) -> str:

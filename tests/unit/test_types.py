@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 import ringdp
-from ringdp import _C, _core
+from ringdp import _C
 from ringdp.ddp.arguments import ARGUMENTS, DDPArguments
+from tests.core import _core
 
 
 def never_called(model: torch.nn.Module) -> None:

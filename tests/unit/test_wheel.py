@@ -106,7 +106,7 @@ def test_contents(wheel: Path) -> None:
         (points,) = [archive.read(name).decode() for name in names if name.endswith("entry_points.txt")]
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA")]
     modules = sorted(name.split(".")[0] for name in names if name.endswith(".so"))
-    assert modules == ["ringdp/_C", "ringdp/_core"]
+    assert modules == ["ringdp/_C"]
     assert "ringdp/_build_info.py" in names
     assert "ringdp/include/ringdp/compressor.h" in names
     assert any(name.endswith("LICENSE") for name in names)

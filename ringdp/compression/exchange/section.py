@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from ringdp.compression.feedback import ErrorFeedback, Feedback, feedback_of
 from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.compression.protocol import Compressor, Info, Payload, Rounds
 from ringdp.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from ringdp.compression.exchange.sparsity import Tally
 
 _CPU = torch.device("cpu")
 Phase = Literal["rank", "owner"]
@@ -82,6 +79,22 @@ class Section:
     def of(self, bucket: Tensor, part: int) -> Tensor:
         """This part's elements, as a view of the flat `bucket`."""
         return bucket[self.begin + self.edges[part] : self.begin + self.edges[part + 1]]
+
+
+class Tally(Protocol):
+    """Counts what sparse codes leave of gradients; `ringdp.compression.exchange.sparsity` has the one that does."""
+
+    def weighs(self, section: Section) -> bool:
+        """Whether it wants `weigh`, which costs a pass over the elements."""
+
+    def sent(self, section: Section, payload: Payload, part: int) -> None:
+        """This rank encoded the elements of `part` as `payload`."""
+
+    def joined(self, section: Section, payload: Payload) -> None:
+        """`payload` holds what all ranks sent, of a part or of all."""
+
+    def weigh(self, section: Section, wanted: Tensor, decoded: Tensor) -> None:
+        """`wanted` was to be sent, `decoded` is what becomes of it."""
 
 
 @dataclasses.dataclass(frozen=True)

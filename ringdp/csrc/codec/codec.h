@@ -56,7 +56,6 @@ Encoded inspect(const Codec& codec, const std::byte* code, const float* decoded,
 Encoded inspect_elements(const float* x, std::size_t count);
 
 const Codec& codec(CodecId id);  // of the selected instruction set (select_isa); throws Error(kValue) for an unknown id
-const Codec& codec_reference(CodecId id);  // element by element: what the others are compared with, to the bit
 // one of kCodecNames, or what load_plugin has loaded (plugin.h); throws Error(kValue)
 CodecId codec_by_name(std::string_view name);
 

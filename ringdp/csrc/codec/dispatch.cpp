@@ -23,8 +23,6 @@ const Codec& find(const codecs::CodecTable& table, CodecId id) {
 
 const Codec& codec(CodecId id) { return find(table_of(current_isa()), id); }
 
-const Codec& codec_reference(CodecId id) { return find(codecs::reference_table(), id); }
-
 CodecId codec_by_name(std::string_view name) {
   std::string known;
   for (const Codec& one : codecs::scalar_table()) {

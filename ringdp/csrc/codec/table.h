@@ -14,7 +14,6 @@ namespace ringdp::codecs {
 
 using CodecTable = std::array<Codec, kCodecCount>;
 
-const CodecTable& reference_table();
 const CodecTable& scalar_table();
 const CodecTable* avx2_table();  // null where the compiler does not target x86-64
 const CodecTable* avx512_table();

@@ -1,6 +1,6 @@
 // Which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed here or read
 // from a file (tuning.h), because the order of summation, and so the bits, follow from it: never from timing.
-// The cost model behind the numbers is ringdp/tools/cost_model.py. Any thread.
+// The cost model behind the numbers is ringdp/costs.py. Any thread.
 #pragma once
 
 #include <cstddef>

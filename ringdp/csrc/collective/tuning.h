@@ -1,4 +1,4 @@
-// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/job/tuning.py reads it), what ranks
+// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/config/tuning.py reads it), what ranks
 // compare when they meet, and what the log says. Value types, any thread.
 #pragma once
 

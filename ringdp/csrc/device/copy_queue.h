@@ -1,5 +1,5 @@
 // CopyQueue: copies between a device's memory and this process's, under way while the host goes on. One per operation.
-// torch/device/device_copies.h carries them out on a device's streams, slow_device.h stands in for one in tests.
+// torch/device/device_copies.h carries them out on a device's streams, a device of tests/core stands in for one in tests.
 //
 // Owned by an operation's Staging. Calls that queue return at once; one thread at a time makes them: the thread that calls the
 // collective, then the one that drives the engine, which also asks `done`. Once the operation is over, the other calls and
@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 
 namespace ringdp {
 
@@ -36,5 +37,7 @@ class CopyQueue {
   virtual void order_caller() = 0;
   virtual void wait() = 0;  // until everything that was queued here is done
 };
+
+using MakeCopyQueue = std::function<std::unique_ptr<CopyQueue>()>;
 
 }  // namespace ringdp

@@ -69,7 +69,6 @@ void OpenGroup::close(const std::string& how) {
 }
 
 std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, CallOptions options) {
-  if (estimating_.load(std::memory_order_relaxed)) return note(*operation, options);
   operation->mutable_identity().bulk = current_is_bulk();
   Engine::Submission submission;
   if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
@@ -81,27 +80,6 @@ std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, Ca
   submission.keep_alive = std::move(options.keep_alive);
   submission.call_site = options.call_site;
   return engine_->submit(id_, std::move(submission));
-}
-
-std::shared_ptr<Work> OpenGroup::note(const Operation& operation, const CallOptions& options) {
-  {
-    std::lock_guard lock(estimate_mutex_);
-    estimated_.push_back(operation.identity().shape);
-  }
-  if (options.on_done) options.on_done(nullptr);
-  return Work::finished_already(id_, operation.identity().text());
-}
-
-void OpenGroup::start_estimate() {
-  if (estimating_.exchange(true))
-    throw Error(ErrorKind::kState, "an estimate of this process group is under way already: end it first");
-}
-
-std::vector<OperationShape> OpenGroup::end_estimate() {
-  if (!estimating_.exchange(false))
-    throw Error(ErrorKind::kState, "no estimate of this process group is under way: start one first");
-  std::lock_guard lock(estimate_mutex_);
-  return std::exchange(estimated_, {});
 }
 
 void OpenGroup::wait(Work& work, int64_t timeout_ms) {

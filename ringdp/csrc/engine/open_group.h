@@ -8,7 +8,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -54,12 +53,6 @@ class OpenGroup {
   // See Engine::listen.
   void on_failure(std::weak_ptr<const FailureListener> listener) { engine_->listen(id_, std::move(listener)); }
 
-  // From the start to the end of an estimate operations are noted instead of run; their Works are done. The end returns
-  // what was noted. Throw Error(kState) where an estimate is under way already, or none.
-  void start_estimate();
-  std::vector<OperationShape> end_estimate();
-  bool estimating() const { return estimating_; }
-
   uint64_t id() const { return id_; }                                        // its number on the wire
   std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }  // whose view it is; null: its members stay
   void set_timeout_ms(int64_t timeout_ms) { timeout_ms_ = timeout_ms; }
@@ -75,8 +68,6 @@ class OpenGroup {
   std::shared_ptr<Work> submit(std::unique_ptr<Operation> operation, CallOptions options);
 
  private:
-  std::shared_ptr<Work> note(const Operation& operation, const CallOptions& options);
-
   std::shared_ptr<Runtime> runtime_;  // shared by all groups of the process
   std::shared_ptr<Engine> engine_;
   GroupView view_;
@@ -84,9 +75,6 @@ class OpenGroup {
   const std::weak_ptr<ElasticGroup> elastic_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> open_{true};
-  std::atomic<bool> estimating_{false};
-  std::mutex estimate_mutex_;
-  std::vector<OperationShape> estimated_;  // by that mutex
 };
 
 }  // namespace ringdp

@@ -30,13 +30,6 @@ class Work {
   int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
   const std::string& text() const { return text_; }
 
-  // Of an operation that does not run at all, for which time is estimated: it is finished.
-  static std::shared_ptr<Work> finished_already(uint64_t group, std::string text) {
-    auto work = std::make_shared<Work>(group, 0, 0, std::move(text), nullptr);
-    work->finish(nullptr, nullptr);
-    return work;
-  }
-
  private:
   friend class Engine;
   friend class MessageMatching;

@@ -109,7 +109,7 @@ void select_isa(Isa isa) {
 }
 
 bool reduction_supported(DType dtype, ReduceOp op) {
-  const kernels::KernelTable& table = kernels::reference_table();
+  const kernels::KernelTable& table = kernels::scalar_table();
   const auto row = static_cast<std::size_t>(dtype);
   const auto column = static_cast<std::size_t>(op);
   return row < table.reduce.size() && column < table.reduce[row].size() && table.reduce[row][column].combine != nullptr;
@@ -130,19 +130,5 @@ Multiply multiply(DType dtype) {
 Weigh weigh(DType dtype) {
   return selection().table.load(std::memory_order_relaxed)->weigh[static_cast<std::size_t>(dtype)];
 }
-
-const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op) {
-  return find(kernels::reference_table(), dtype, op);
-}
-
-FirstNonFinite first_non_finite_reference(DType dtype) {
-  return kernels::reference_table().first_non_finite[static_cast<std::size_t>(dtype)];
-}
-
-Multiply multiply_reference(DType dtype) {
-  return kernels::reference_table().multiply[static_cast<std::size_t>(dtype)];
-}
-
-Weigh weigh_reference(DType dtype) { return kernels::reference_table().weigh[static_cast<std::size_t>(dtype)]; }
 
 }  // namespace ringdp

@@ -53,10 +53,4 @@ using Weigh = void (*)(void* dst, const void* a, double by_a, const void* b, dou
                        std::size_t count);
 Weigh weigh(DType dtype);
 
-// The plain loops the vectorised ones are compared with, to the bit.
-const ReduceKernels& reduce_kernels_reference(DType dtype, ReduceOp op);
-FirstNonFinite first_non_finite_reference(DType dtype);
-Multiply multiply_reference(DType dtype);
-Weigh weigh_reference(DType dtype);
-
 }  // namespace ringdp

@@ -1,6 +1,5 @@
 // Which kernels exist for which (dtype, op), filled in from a set of loops. One table per instruction set.
-// Constant data; any thread. Included by the files that bring the loops (reference.cpp, scalar.cpp, avx2.cpp, avx512.cpp)
-// and by dispatch.cpp.
+// Constant data; any thread. Included by the files that bring the loops (scalar.cpp, avx2.cpp, avx512.cpp) and by dispatch.cpp.
 #pragma once
 
 #include <array>
@@ -19,7 +18,6 @@ struct KernelTable {
   std::array<Weigh, kDTypeCount> weigh{};
 };
 
-const KernelTable& reference_table();
 const KernelTable& scalar_table();
 const KernelTable* avx2_table();  // null where the compiler does not target x86-64
 const KernelTable* avx512_table();

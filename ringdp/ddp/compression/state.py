@@ -88,10 +88,9 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
     """See `RingDP.load_compression_state_dict`."""
     rank, hook = compression.group.rank(), compression.hook
     loaded = saved.State.read(state, rank, compression.group.size())
-    entries, saved_as = saved.by_known_name(loaded.entries, {one.name for one in compression.parameters})
-    loaded = dataclasses.replace(loaded, entries=entries)
+    entries = loaded.entries
     _check(compression, entries)
-    residuals = _residuals(compression, entries, saved_as, consolidated=loaded.rank is None)
+    residuals = _residuals(compression, entries, consolidated=loaded.rank is None)
     checkpoint = None
     if hook is not None:
         of_hook = {
@@ -99,7 +98,7 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
             for index, one in enumerate(compression.parameters)
             if compression.in_hook(index) and one.name in entries
         }
-        checkpoint = hook.memory.read(dataclasses.replace(loaded, entries=of_hook), rank, saved_as=saved_as)
+        checkpoint = hook.memory.read(dataclasses.replace(loaded, entries=of_hook), rank)
     # All of it fits.
     if compression.auto is not None:
         compression.auto.return_residuals()
@@ -142,9 +141,7 @@ def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
         saved.check_compressor(name, saved.field(entries, name, Mapping), compression.describe(known[name]))
 
 
-def _residuals(
-    compression: ModelCompression, entries: Mapping[str, Any], saved_as: Mapping[str, str], *, consolidated: bool
-) -> dict[int, Tensor]:
+def _residuals(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> dict[int, Tensor]:
     """By index, of what the core compresses. Raises InvalidArgumentError where one does not fit its parameter."""
     residuals: dict[int, Tensor] = {}
     for index, one in enumerate(compression.parameters):
@@ -153,14 +150,9 @@ def _residuals(
             continue
         residual = entry["residual"]
         saved.check_elements(one.name, "residual", residual, one.parameter.numel())
-        if entry.get("order") == "memory":
-            residual = saved.row_by_row(one.parameter, residual)
         residual = residual.to("cpu", copy=True)
         if consolidated:
             residual *= owned_by_this_rank(compression, index, one.name)
-        elif one.name in saved_as:
-            before, owned = (owned_by_this_rank(compression, index, name) for name in (saved_as[one.name], one.name))
-            residual = saved.rescaled(residual, before, owned, compression.group.size())
         residuals[index] = residual
     return residuals
 

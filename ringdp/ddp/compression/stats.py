@@ -11,7 +11,7 @@ from ringdp.compression.exchange import Sparsity
 from ringdp.ddp.compression.auto import Decision
 from ringdp.ddp.compression.plan import ModelCompression
 from ringdp.ddp.compression.quality import Quality
-from ringdp.ddp.words import count, cut, format_size, format_time, short_table, table
+from ringdp.text import count, cut, format_size, format_time, short_table, table
 
 _NAMES = 3  # of parameters with one compressor, in a table
 _CHOICES = 5  # the last decisions of "auto", in a table

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ringdp.ddp.divergence.replica import Replica
-from ringdp.ddp.words import count
 from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.text import count
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.ddp.words import format_size
 from ringdp.errors import SystemResourceError
 from ringdp.job.byte_collectives import all_gather_single
+from ringdp.text import format_size
 
 # torch 2.13 gave it another name, and warns of the old one.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

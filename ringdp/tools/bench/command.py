@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringdp import config
-from ringdp.ddp.words import parse_size
+from ringdp.costs import HostLayout
 from ringdp.errors import InvalidArgumentError, RingError
+from ringdp.text import parse_size
 from ringdp.tools import starting
 from ringdp.tools.algorithm_table import algorithm, explain
-from ringdp.tools.cost_model import HostLayout
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if args.explain:
             _explain(args)
             return 0
-        if config.LaunchEnvironment.read() is not None:
+        if config.launch_environment() is not None:
             return _measure_here(args)
         if args.host_list is not None or args.hostfile is not None:
             return starting.launch("bench", args.argv)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdp.ddp.words import format_size, format_time, table
+from ringdp.text import format_size, format_time, table
 from ringdp.tools.bench.measuring import Row
 
 FORMAT = 1

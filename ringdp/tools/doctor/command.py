@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from ringdp.config import LaunchEnvironment, parse_rate
-from ringdp.ddp.words import parse_size
+from ringdp.config import LaunchEnvironment, launch_environment, parse_rate
 from ringdp.errors import RingError
+from ringdp.text import parse_size
 from ringdp.tools import starting
 from ringdp.tools.doctor import registry, report
 from ringdp.tools.doctor.finding import Finding
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"python -m ringdp doctor: {problem}\n")
         return 2
     try:
-        place = LaunchEnvironment.read()
+        place = launch_environment()
         if place is None and starting.wanted(args):
             return starting.launch("doctor", args.argv)
         return _examine(args, place)

@@ -13,9 +13,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from ringdp.config import RingConfig
+from ringdp.config import RingConfig, threads
 from ringdp.errors import RingError
-from ringdp.job import threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

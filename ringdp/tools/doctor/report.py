@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ringdp.ddp.words import count
+from ringdp.text import count
 from ringdp.tools.doctor.finding import Finding, Verdict
 
 WIDTH = 118

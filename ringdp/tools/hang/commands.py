@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdp.ddp.words import table
-from ringdp.tools.hang import torch_trace
+from ringdp.text import table
 from ringdp.tools.hang.dumps import Job, read_job, read_note
 from ringdp.tools.hang.verdict import Verdict, group_name, judge
 
@@ -37,7 +36,6 @@ Say what happened, from the dumps that ranks write when a group fails, at a time
 
   python -m ringdp explain logs/2026-11-24_10-12-00_train   the newest attempt of that run
   python -m ringdp explain hostA/logs hostB/logs            of several hosts, together
-  python -m ringdp explain DIR --torch traces && torchfrtrace traces --prefix ringdp_trace_
 
 Which algorithm runs for which size, and why, is another question: python -m ringdp bench --explain
 """
@@ -56,7 +54,6 @@ def add_parsers(commands: Any) -> None:
         "explain", help="say why a job hangs or failed", description=_EXPLAIN, formatter_class=raw
     )
     explain.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="where dumps lie, at any depth")
-    explain.add_argument("--torch", type=Path, metavar="DIR", help="also write them for torchfrtrace, there")
     explain.set_defaults(run=run_explain)
 
 
@@ -64,8 +61,6 @@ def run_explain(args: argparse.Namespace) -> int:
     """Print the verdict; 1 where there is nothing to read."""
     try:
         job = read_job(args.folders)
-        if args.torch is not None:
-            torch_trace.write(job, args.torch)
     except OSError as error:
         sys.stderr.write(f"python -m ringdp explain: {error}\n")
         return 1

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdp.ddp.words import cut
+from ringdp.text import cut
 
 PATTERN = "dump_rank*_*.json"
 _MOST_RANKS = 1 << 20

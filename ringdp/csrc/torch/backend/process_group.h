@@ -23,10 +23,6 @@ namespace ringdp {
 
 class BackendWatchdog;
 
-// Whether torch calls the time estimation of any backend (since 2.15), not of NCCL's alone.
-template <typename Backend>
-inline constexpr bool kTorchEstimates = requires { &Backend::startTimeEstimate; };
-
 class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
@@ -130,12 +126,6 @@ class ProcessGroupRing final : public c10d::Backend {
     hooks_->add_completion_hook(id, std::move(hook));
   }
   virtual void unregisterCompletionHook(int64_t id) { hooks_->remove_completion_hook(id); }
-
-  // Torch's time estimation: what is called between the two is not run. The answer, in microseconds, is the cost model's
-  // (ringdp/tools/cost_model.py), with the constants of RINGDP_TUNING's file where it has any.
-  virtual bool supportsTimeEstimation() const { return kTorchEstimates<c10d::Backend>; }
-  virtual void startTimeEstimate() { group()->start_estimate(); }
-  virtual float endTimeEstimate();
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return reconfigurer_ != nullptr; }

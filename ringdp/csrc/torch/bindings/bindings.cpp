@@ -1,11 +1,13 @@
 // ringdp._C: the torch side (torch's bundled pybind11).
 #include "torch/bindings/bindings.h"
 
+#include "python_algorithms.h"
 #include "python_errors.h"
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "ringdp's process group and reducer";
   ringdp::register_error_translator();
+  ringdp::bind_algorithms(module);
   ringdp::bind_work(module);
   ringdp::bind_failed_future(module);
   ringdp::bind_process_group(module);

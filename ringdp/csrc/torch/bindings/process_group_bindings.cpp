@@ -308,10 +308,16 @@ void bind_process_group(py::module_& module) {
   module.def("recorded_groups", &default_recorded_groups, "The groups that those operations belong to.");
   bind_named_scope(module);
   bind_transports(module);
-  module.def("stage_cpu_tensors", &DeviceSide::stage_cpu_tensors, py::arg("seed").none(true),
-             "For tests: treat CPU tensors as if they were on a device whose copies are late and out of order.");
-  module.def("hold_staged_copies", &DeviceSide::hold_copies, py::arg("still"),
-             "For tests: while true, no copy of stage_cpu_tensors gets done.");
+  module.def(
+      "stage_cpu_tensors",
+      [](const py::object& queues) {
+        const void* made = queues.is_none() ? nullptr : PyCapsule_GetPointer(queues.ptr(), "ringdp::MakeCopyQueue");
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        DeviceSide::stage_cpu_tensors(static_cast<const MakeCopyQueue*>(made));
+      },
+      py::arg("queues").none(true),
+      "For tests: treat CPU tensors as if they were on a device. `queues`: a capsule with a MakeCopyQueue that stays "
+      "until the\nprocess ends, which carries out the copies; None: no longer.");
   module.def("transports", &default_transports,
              "What carries bytes to each other rank of the default group, {rank: name}; {} without one.");
   module.def(

@@ -125,11 +125,6 @@ void bind_python_stacks(py::module_& module) {
         set_stack_source({{}, python_call_site_text, {}});
       },
       "Before the interpreter ends.");
-  module.def(
-      "process_stacks", [] { return process_stacks(); }, py::call_guard<py::gil_scoped_release>(),
-      "What a peer gets that asks for this process's stacks.");
-  module.def("call_site_text", &python_call_site_text, py::arg("number"),
-             "The stack of OperationRecord.call_site, a frame a line, innermost first.");
 }
 
 }  // namespace ringdp

@@ -263,12 +263,6 @@ void choose_reductions(Reducer& reducer, const std::vector<int>& reduction_of_bu
   reducer.between_steps()->choose(reduction_of_bucket);
 }
 
-bool set_caps(Reducer& reducer, std::vector<std::size_t> caps_bytes) {
-  return reducer.between_steps()->set_caps(std::move(caps_bytes));
-}
-
-int64_t described(Reducer& reducer) { return reducer.layout()->plan.described(); }
-
 ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
   return reducer.between_steps()->compression(kNotTaken).take_residuals(parameters);
 }
@@ -395,9 +389,6 @@ void bind_reducer(py::module_& module) {
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
       .def("choose", &choose_reductions, py::arg("reduction_of_bucket"), NoGil())
-      .def("set_caps", &set_caps, py::arg("caps_bytes"), NoGil(),
-           "Other caps of the buckets, on all ranks alike; whether the buckets are others now.")
-      .def("described", &described, NoGil(), "How often buckets were planned for other parameters or reductions.")
       .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
       .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
       .def("watch_finite", &watch_finite, py::arg("watch"), NoGil())
@@ -429,7 +420,6 @@ void bind_reducer(py::module_& module) {
       .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
       .def("unaveraged", &unaveraged, NoGil(),
            "Each: (parameter, under no_sync, .grad changed since); then their bytes, and the bytes sent since, or -1.")
-      .def("shadow_end_of_backward", &Reducer::shadow_end_of_backward, NoGil())
       .def("shadow_used_map", &shadow_used_map, NoGil())
       .def("layout", &layout, NoGil())
       .def("bucket_bytes", &bucket_bytes, NoGil())

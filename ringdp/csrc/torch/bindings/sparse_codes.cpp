@@ -130,9 +130,6 @@ void bind_sparse_codes(py::module_& module) {
       py::arg("lost") = py::none(), py::arg("back") = 1.0F,
       "The code of the sum of what the codes hold, added in order, by `divisor`. What its rounding loses, times\n"
       "`back`, is added to `lost`, float32 [numel]. Raises ValueError as sparse_decode.");
-  module.def(
-      "sparse_entries", [](const at::Tensor& code, std::size_t numel) { return sparse::entries(checked(code, numel)); },
-      py::arg("code"), py::arg("numel"), "How many elements the code has.");
 }
 
 }  // namespace ringdp

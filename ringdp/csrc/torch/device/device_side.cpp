@@ -8,14 +8,12 @@
 #include <string>
 
 #include "base/error.h"
-#include "device/slow_device.h"
 #include "torch/device/native_stream.h"
 
 namespace ringdp {
 namespace {
 
-// Never destroyed: operations may be under way when the process ends.
-std::atomic<SlowDevice*> slow_device{nullptr};
+std::atomic<const MakeCopyQueue*> cpu_queues{nullptr};
 std::atomic<bool> stages_cpu{false};
 
 bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
@@ -27,13 +25,9 @@ bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
 
 bool DeviceSide::stages(const at::Tensor& tensor) { return !tensor.is_cpu() || stages_cpu.load(); }
 
-void DeviceSide::stage_cpu_tensors(std::optional<uint64_t> seed) {
-  if (seed) slow_device.store(new SlowDevice(*seed));
-  stages_cpu.store(seed.has_value());
-}
-
-void DeviceSide::hold_copies(bool still) {
-  if (SlowDevice* device = slow_device.load()) device->hold(still);
+void DeviceSide::stage_cpu_tensors(const MakeCopyQueue* queues) {
+  if (queues != nullptr) cpu_queues.store(queues);
+  stages_cpu.store(queues != nullptr);
 }
 
 SideStreams DeviceSide::streams_of(c10::Device device) {
@@ -49,7 +43,7 @@ SideStreams DeviceSide::streams_of(c10::Device device) {
 }
 
 std::shared_ptr<Staging> DeviceSide::make_staging(c10::Device device, const char* what) {
-  if (device.is_cpu()) return std::make_shared<Staging>(slow_device.load()->make_queue());
+  if (device.is_cpu()) return std::make_shared<Staging>((*cpu_queues.load())());
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (records_cuda_graph(guard.getStream(device)))
     throw Error(ErrorKind::kState,

@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -28,10 +27,9 @@ class DeviceSide {
  public:
   // Whether the core works with a mirror of such tensors instead of with their own memory.
   static bool stages(const at::Tensor& tensor);
-  // From now on this process treats CPU tensors as if they were on a device whose copies are late and out of order
-  // (device/slow_device.h); nullopt: no longer. For tests.
-  static void stage_cpu_tensors(std::optional<uint64_t> seed);
-  static void hold_copies(bool still);  // of that device
+  // From now on this process treats CPU tensors as if they were on a device whose copies these queues carry out; null: no
+  // longer. `queues` stays until the process ends. For tests.
+  static void stage_cpu_tensors(const MakeCopyQueue* queues);
 
   // Throws Error(kState), naming `what`, where the thread records a CUDA graph on this device.
   std::shared_ptr<Staging> make_staging(c10::Device device, const char* what);

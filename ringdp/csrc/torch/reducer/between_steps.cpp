@@ -43,14 +43,6 @@ bool BetweenSteps::follow_learned_order() {
   return true;
 }
 
-bool BetweenSteps::set_caps(std::vector<std::size_t> caps_bytes) {
-  guard_.throw_if_failed();
-  guard_.refuse_in_backward("caps of buckets cannot be set during a backward");
-  if (!layout_.set_caps(std::move(caps_bytes))) return false;
-  times_.count_kept(layout_.plan);
-  return true;
-}
-
 ReductionPlan BetweenSteps::replace_parameters(std::vector<ModuleParameter> parameters) {
   guard_.throw_if_failed();
   guard_.throw_if_unfinished(/*notify=*/false);

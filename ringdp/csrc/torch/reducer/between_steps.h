@@ -27,7 +27,6 @@ class BetweenSteps {
   // ---- At a forward. True: the plan of the buckets is another one.
   void follow_requires_grad();
   bool follow_learned_order();
-  bool set_caps(std::vector<std::size_t> caps_bytes);
   // Its batch weighs that much; see GradientWeights.
   // `training`: the module's mode, where the ranks' forwards are to be compared.
   void announce_weight(double weight, bool sync, std::optional<bool> training);

@@ -74,7 +74,6 @@ BucketMemory lay_out_bucket(std::span<const PlannedGradient> gradients, std::spa
 }
 
 void BucketPlan::start(std::vector<PlannedGradient> gradients) {
-  ++described_;
   gradients_ = std::move(gradients);
   idle_.clear();
   forget_learned();
@@ -84,16 +83,8 @@ void BucketPlan::start(std::vector<PlannedGradient> gradients) {
 }
 
 void BucketPlan::describe_again(std::vector<PlannedGradient> gradients) {
-  ++described_;
   gradients_ = std::move(gradients);
   plan(std::move(order_));
-}
-
-bool BucketPlan::set_caps(std::vector<std::size_t> caps_bytes) {
-  caps_bytes_ = std::move(caps_bytes);
-  const std::vector<BucketMembers> before = std::exchange(buckets_, {});
-  plan(std::move(order_));
-  return buckets_ != before;
 }
 
 void BucketPlan::plan(std::vector<std::size_t> order) {

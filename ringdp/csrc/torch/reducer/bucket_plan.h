@@ -51,10 +51,6 @@ class BucketPlan {
   void start(std::vector<PlannedGradient> gradients);
   // The same parameters, otherwise described because reductions have changed: planned anew in the same order.
   void describe_again(std::vector<PlannedGradient> gradients);
-  // How often one of these two has happened.
-  int64_t described() const { return described_; }
-  // Other caps from now on, and the same order: whether the buckets are others now.
-  bool set_caps(std::vector<std::size_t> caps_bytes);
 
   const std::vector<PlannedGradient>& gradients() const { return gradients_; }
   const std::vector<BucketMembers>& buckets() const { return buckets_; }
@@ -91,7 +87,6 @@ class BucketPlan {
   std::vector<BucketMembers> buckets_;
   std::vector<std::size_t> bucket_of_;  // by parameter
   std::size_t kept_ = 0;
-  int64_t described_ = 0;
   std::optional<std::vector<std::size_t>> learned_;
   bool order_known_ = false;
   bool rebuilt_ = false;

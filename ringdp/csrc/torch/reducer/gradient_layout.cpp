@@ -83,13 +83,6 @@ bool GradientLayout::follow_learned_order() {
   return true;
 }
 
-bool GradientLayout::set_caps(std::vector<std::size_t> caps_bytes) {
-  if (!plan.set_caps(std::move(caps_bytes))) return false;
-  reductions.forget_choice();
-  store.drop();
-  return true;
-}
-
 std::vector<int32_t> GradientLayout::exchange_order(const std::vector<std::size_t>& arrivals,
                                                     const std::vector<bool>& used_somewhere) {
   const std::vector<bool> all_busy;

@@ -82,8 +82,6 @@ class GradientLayout {
 
   // By the order that rank 0 has seen; once, after the first backward: true.
   bool follow_learned_order();
-  // Other caps of the buckets, on all ranks: whether the buckets are others now.
-  bool set_caps(std::vector<std::size_t> caps_bytes);
   // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets fill up
   // one after the other.
   std::vector<int32_t> exchange_order(const std::vector<std::size_t>& arrivals,

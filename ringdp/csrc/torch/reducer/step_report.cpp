@@ -37,7 +37,7 @@ void append(StepReport::Bytes& bytes, const T& value) {
 }  // namespace
 
 int StepReport::note_forward() {
-  if (layout_.repair.on() && told()) same_members();
+  if (layout_.repair.on() && told()) follow_members();
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
   hear();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
@@ -77,7 +77,8 @@ void StepReport::finished(bool joining) {
   for (std::size_t index = 0; index < layout_.store.size(); ++index)
     if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
-  if (joining || !told() || !same_members()) return;
+  if (joining || !told()) return;
+  follow_members();
   // Of a view all members count the same steps: not the one that counts with the part of members that were lost in it.
   if (layout_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
@@ -86,11 +87,9 @@ void StepReport::finished(bool joining) {
   due_ = due(++steps_);
 }
 
-// False while time is estimated: nothing is sent, by this rank alone maybe.
-bool StepReport::same_members() {
+void StepReport::follow_members() {
   const auto group = layout_.group.ring(c10::kCPU)->group();
-  if (group->estimating()) return false;
-  if (members_.lock() == group) return true;
+  if (members_.lock() == group) return;
   members_ = group;
   steps_ = 0;
   due_ = false;
@@ -99,7 +98,6 @@ bool StepReport::same_members() {
   window_.reset();
   exchange_ = {};
   issued_before_ns_ = ended_before_ns_ = 0;
-  return true;
 }
 
 // Of backends whose buckets are over when the host says so.
@@ -138,7 +136,9 @@ void StepReport::hear() {
 }
 
 void StepReport::tell_if_due(bool joining) {
-  if (!due_ || joining || !told() || !same_members() || !due_) return;
+  if (!due_ || joining || !told()) return;
+  follow_members();
+  if (!due_) return;
   due_ = false;
   const UnitScope unit;  // the step's
   hear();

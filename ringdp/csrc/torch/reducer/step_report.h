@@ -75,7 +75,7 @@ class StepReport {
   bool told() const;
   bool due(std::size_t steps) const;
   void hear();
-  bool same_members();
+  void follow_members();  // of another group nothing is known yet
   void forget_gradients() { gradients_ = {}; }
   Bytes packed(int64_t step) const;
 

@@ -39,17 +39,17 @@ def check(host: Host) -> Iterator[Finding]:
 
 def every() -> list[Row]:
     """All addresses that are up: name, ip, prefix_bits, loopback, running."""
-    from ringdp import _core
+    from ringdp import _C
 
-    return _core.network_interfaces()
+    return _C.network_interfaces()
 
 
 def selected(spec: str) -> list[Row] | str:
     """Those that a rank publishes, or the core's sentence where there is none."""
-    from ringdp import _core
+    from ringdp import _C
 
     try:
-        return _core.network_interfaces(spec)
+        return _C.network_interfaces(spec)
     except (RingError, RuntimeError) as error:
         return str(error)
 

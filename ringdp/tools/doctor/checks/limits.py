@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringdp.ddp.words import format_size
+from ringdp.text import format_size
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
 from ringdp.tools.doctor.host import Host
 

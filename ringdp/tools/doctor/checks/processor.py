@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from ringdp.job import threads
+from ringdp.config import threads
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
 from ringdp.tools.doctor.host import Host
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
-from ringdp.config import VARIABLES
+from ringdp.config import unknown_variables
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
 from ringdp.tools.doctor.host import Host
 
@@ -29,10 +28,8 @@ def check(host: Host) -> Iterator[Finding]:
     settings = host.settings()
     if isinstance(settings, str):
         yield problem(settings, "set it as docs/reference/settings.md says, or unset it")
-    for name in sorted(host.environ):
-        if name.startswith("RINGDP_") and name not in VARIABLES and not name.startswith("RINGDP_BUILD_"):
-            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.0)
-            yield problem(f"{name} is not a variable that ringdp reads", f"write {near[0]}, or unset it")
+    for name, near in unknown_variables(host.environ).items():
+        yield problem(f"{name} is not a variable that ringdp reads", f"write {near[0]}, or unset it")
     found = chosen(host)
     if not found:
         yield ok("no variable changes what ringdp does")

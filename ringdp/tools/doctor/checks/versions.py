@@ -17,7 +17,7 @@ def check(host: Host) -> Iterator[Finding]:
     import torch
 
     import ringdp
-    from ringdp import _build, _build_info, _core
+    from ringdp import _C, _build, _build_info
 
     version = ".".join(torch.__version__.split(".")[:2])
     facts = {"ringdp": ringdp.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -30,7 +30,7 @@ def check(host: Host) -> Iterator[Finding]:
     cuda = getattr(_build_info, "CUDA", None)
     built = f"built for torch {_build_info.TORCH_VERSION} by {_build_info.COMPILER}, {_cuda_words(cuda)}"
     yield ok(built, built_for=_build_info.TORCH_VERSION, compiler=_build_info.COMPILER, cuda=cuda)
-    isa = _core.isa()
+    isa = _C.isa()
     yield ok(f"kernels for {isa}; {processor_name(host) or 'a processor that does not say its name'}", isa=isa)
     if importlib.util.find_spec("numpy") is None:
         yield ok("NumPy is not installed, and nothing of ringdp needs it", numpy=None)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ringdp.ddp.words import format_size, format_time
 from ringdp.errors import RingError
+from ringdp.text import format_size, format_time
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
 from ringdp.tools.doctor.ranks.edges import Matrix, rate_words
 from ringdp.tools.doctor.ranks.meeting import words

@@ -48,7 +48,7 @@ class Likeness:
         import torch
 
         import ringdp
-        from ringdp import _core
+        from ringdp import _C
 
         values = {
             "ringdp": ringdp.__version__,
@@ -56,7 +56,7 @@ class Likeness:
             "Python": platform.python_version(),
             "kernel": platform.release(),
             "processor": versions.processor_name(host) or platform.machine(),
-            "instruction set": _core.isa(),
+            "instruction set": _C.isa(),
             "cores": str(host.cores),
         }
         chosen = settings.chosen(host)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ringdp.ddp.words import format_time, table
+from ringdp.text import format_time, table
 from ringdp.tools.doctor.checks import wide_area
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
 from ringdp.tools.doctor.host import Thresholds
