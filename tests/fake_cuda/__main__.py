@@ -35,8 +35,8 @@ PRODUCT_SOURCES = [
 ]
 GPU_TESTS = ("kernels", "ring_gpu", "codes_gpu", "sparse_gpu", "training_gpu", "init_gpu", "mixed_job_gpu", "nccl_pair")
 TESTS = ["tests/fake_cuda", *(f"tests/gpu/test_{name}.py" for name in GPU_TESTS)]
-# What the device has not: graphs, the profiler.
-NOT_THERE = "not captur and not synchronises_the_device and not waits_for_nothing"
+# What the device has not: graphs, the profiler. Two hosts say no more of it than one, and take long.
+NOT_THERE = "not captur and not synchronises_the_device and not waits_for_nothing and not two_hosts"
 # Written for the CPU, and run with all tensors on the device (everything.py).
 TRAINING = ["tests/train/test_parallel_gradients.py", "tests/train/test_parallel_unused.py"]
 TRAINING += ["tests/train/test_parallel_freezing.py", "tests/train/test_forwards.py"]
