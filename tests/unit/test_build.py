@@ -240,6 +240,8 @@ def small_project(tmp_path: Path) -> Path:
     (csrc / "base" / "number.cpp").write_text('#include "base/number.h"\nint ringdp::number() { return NUMBER; }\n')
     (csrc / "base" / "alone.cpp").write_text("namespace ringdp { int alone() { return 0; } }\n")
     (tmp_path / "tests" / "core").mkdir(parents=True)
+    for folder in ("tests", "tests/core"):
+        (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "tests" / "core" / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
     (csrc / "torch" / "bindings" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
     return tmp_path
