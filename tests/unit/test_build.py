@@ -288,7 +288,7 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
     assert last.count("-shared") == 2, "both modules are linked again, without the source that is gone"
     assert "alone.o" not in last
 
-    together = ["base.cpp", "core_module.cpp", "torch_backend.cpp"]
+    together = ["base.cpp", "core_module.cpp", "torch_bindings.cpp"]
     assert compiled(build(unity="1")) == [name for name in together if name != "core_module.cpp"]
     assert answers(small_project) == "2 2"
     header.write_text(header.read_text().replace("NUMBER 2", "NUMBER 3"))
