@@ -1,5 +1,5 @@
-// Kernels and codecs element by element, as they are defined: what the product's vectorised loops are compared with, to the
-// bit. Constant data; any thread.
+// Kernels and codecs element by element, as they are defined: what the product's vectorised loops are compared with, to
+// the bit. Constant data; any thread.
 #pragma once
 
 #include "codec/codec.h"

@@ -240,6 +240,8 @@ def small_project(tmp_path: Path) -> Path:
     (csrc / "base" / "number.cpp").write_text('#include "base/number.h"\nint ringdp::number() { return NUMBER; }\n')
     (csrc / "base" / "alone.cpp").write_text("namespace ringdp { int alone() { return 0; } }\n")
     (tmp_path / "tests" / "core").mkdir(parents=True)
+    for folder in ("tests", "tests/core"):
+        (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "tests" / "core" / "core_module.cpp").write_text(MODULE % ("_core", "_core"))
     (csrc / "torch" / "bindings" / "bindings.cpp").write_text(MODULE % ("_C", "_C"))
     return tmp_path
@@ -286,7 +288,7 @@ def test_only_what_changed_is_built_again(small_project: Path) -> None:
     assert last.count("-shared") == 2, "both modules are linked again, without the source that is gone"
     assert "alone.o" not in last
 
-    together = ["base.cpp", "core_module.cpp", "torch_backend.cpp"]
+    together = ["base.cpp", "core_module.cpp", "torch_bindings.cpp"]
     assert compiled(build(unity="1")) == [name for name in together if name != "core_module.cpp"]
     assert answers(small_project) == "2 2"
     header.write_text(header.read_text().replace("NUMBER 2", "NUMBER 3"))

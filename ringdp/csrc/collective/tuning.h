@@ -1,5 +1,5 @@
-// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/config/tuning.py reads it), what ranks
-// compare when they meet, and what the log says. Value types, any thread.
+// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/config/tuning.py reads it),
+// what ranks compare when they meet, and what the log says. Value types, any thread.
 #pragma once
 
 #include <map>

@@ -1,5 +1,5 @@
 // CopyQueue: copies between a device's memory and this process's, under way while the host goes on. One per operation.
-// torch/device/device_copies.h carries them out on a device's streams, a device of tests/core stands in for one in tests.
+// torch/device/device_copies.h carries them out on a device's streams; tests/core has a device for tests.
 //
 // Owned by an operation's Staging. Calls that queue return at once; one thread at a time makes them: the thread that calls the
 // collective, then the one that drives the engine, which also asks `done`. Once the operation is over, the other calls and

@@ -1,5 +1,5 @@
 // Which kernels exist for which (dtype, op), filled in from a set of loops. One table per instruction set.
-// Constant data; any thread. Included by the files that bring the loops (scalar.cpp, avx2.cpp, avx512.cpp) and by dispatch.cpp.
+// Constant data; any thread. Included by dispatch.cpp and the files with the loops: scalar.cpp, avx2.cpp, avx512.cpp.
 #pragma once
 
 #include <array>
