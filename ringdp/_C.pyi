@@ -76,7 +76,7 @@ class OperationRecord:
 
     @property
     def algorithm(self) -> int:
-        """Its number, see ringdp._core.algorithms()."""
+        """Its number, see algorithms()."""
 
     @property
     def bytes(self) -> int:
@@ -264,9 +264,6 @@ class Reducer:
         """A forward that is repeated inside a backward begins: checkpointing does that."""
 
     def choose(self, reduction_of_bucket: Sequence[int]) -> None: ...
-    def described(self) -> int:
-        """How often buckets were planned for other parameters or reductions."""
-
     def end_closure(self) -> None: ...
     def error(self) -> str: ...
     def find(self, tensors: Sequence[torch.Tensor]) -> list[int]: ...
@@ -298,9 +295,6 @@ class Reducer:
         self, parameters: Sequence[torch.Tensor], names: Sequence[str], used_in: Sequence[str], sparse: Sequence[bool]
     ) -> None: ...
     def residuals(self) -> dict[int, torch.Tensor]: ...
-    def set_caps(self, caps_bytes: Sequence[int]) -> bool:
-        """Other caps of the buckets, on all ranks alike; whether the buckets are others now."""
-
     def set_facts(self, facts: bytes) -> None: ...
     def set_loss_scale(self, scale: float) -> None: ...
     def set_reductions(
@@ -311,7 +305,6 @@ class Reducer:
         exchange_codes: bool = False,
     ) -> None: ...
     def set_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None: ...
-    def shadow_end_of_backward(self) -> None: ...
     def shadow_used_map(self) -> None: ...
     def shadow_weight(self) -> None: ...
     def shadow_with(self, ranks_with_input: int) -> None: ...
@@ -449,6 +442,22 @@ def add_in_rank_order(process_group: ProcessGroup) -> None:
 def adds_in_rank_order(process_group: ProcessGroup) -> bool:
     """Whether add_in_rank_order was called for it."""
 
+def algorithms() -> list[dict[str, Any]]:
+    """The algorithms of collectives, a dict each: name, number (on the wire), all_reduce (whether all-reduces
+    use it; these are in the order in which they are asked whether they fit).
+    """
+
+def all_reduce_algorithm(
+    world: int,
+    dtype: str,
+    bytes: int,
+    *,
+    table: Mapping[str, int] = ...,
+    hosts: Sequence[int] | None = None,
+    rank_order: bool = False,
+) -> str:
+    """Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one."""
+
 def all_reduce_compressed(
     process_group: ProcessGroup,
     buffer: torch.Tensor,
@@ -482,9 +491,6 @@ def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[tor
 
 def begin_unit(process_group: ProcessGroup, what: str) -> int:
     """The number of the next unit; `what` it is, for the log."""
-
-def call_site_text(number: int) -> str:
-    """The stack of OperationRecord.call_site, a frame a line, innermost first."""
 
 def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
     """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
@@ -612,14 +618,14 @@ def group_transports(process_group: ProcessGroup) -> dict[int, str]:
 def has_device_codec(device_type: str) -> bool:
     """Whether the core's codecs can be used on that kind of device."""
 
-def hold_staged_copies(still: bool) -> None:
-    """For tests: while true, no copy of stage_cpu_tensors gets done."""
-
 def in_gradient_pool(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory comes from the pool for gradients."""
 
 def is_elastic(process_group: ProcessGroup) -> bool:
     """Whether the group goes on without members that are lost."""
+
+def isa() -> str:
+    """The instruction set in use."""
 
 def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.
@@ -664,6 +670,12 @@ def make_lasting_group(store: Store, rank: int, size: int) -> ProcessGroup:
 def most_steps() -> int:
     """Backwards that averaged gradients, of the wrapper of this process that had most."""
 
+def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
+    """The addresses of this host, a dict each: name, ip, prefix_bits, loopback, running (has a carrier). `spec`:
+    those
+    that RINGDP_IFACE=spec chooses, in its order; None: all.
+    """
+
 def note_loss_scale(scale: float) -> None:
     """Inside a backward: its loss was multiplied by `scale`."""
 
@@ -693,9 +705,6 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
     """
-
-def process_stacks() -> str:
-    """What a peer gets that asks for this process's stacks."""
 
 def recorded_groups() -> list[RecordedGroup]:
     """The groups that those operations belong to."""
@@ -735,9 +744,6 @@ def sparse_decode(code: torch.Tensor, numel: int, out: torch.Tensor | None = Non
     elements, an index out of range.
     """
 
-def sparse_entries(code: torch.Tensor, numel: int) -> int:
-    """How many elements the code has."""
-
 def sparse_merge(
     codes: Sequence[torch.Tensor], numel: int, divisor: float, lost: torch.Tensor | None = None, back: float = 1.0
 ) -> torch.Tensor:
@@ -767,8 +773,11 @@ def spread_bags(
 ) -> torch.Tensor:
     """The derivative of sum_bags: gradients [bags, dim] to gradients of rows [count, dim]."""
 
-def stage_cpu_tensors(seed: int | None) -> None:
-    """For tests: treat CPU tensors as if they were on a device whose copies are late and out of order."""
+def stage_cpu_tensors(queues: Any) -> None:
+    """For tests: treat CPU tensors as if they were on a device. `queues`: a capsule with a MakeCopyQueue that
+    stays until the
+    process ends, which carries out the copies; None: no longer.
+    """
 
 def sum_bags(rows: torch.Tensor, which: torch.Tensor, begins: torch.Tensor | None, mean: bool) -> torch.Tensor:
     """[bags, dim]: the sums, or means, of rows `which` (int32), from begins[b] (int64) on; None: bags of one."""

@@ -79,7 +79,8 @@ def copy_sources() -> None:
     for name in ("ringdp", "tools", "tests"):
         shutil.rmtree(COPY / name, ignore_errors=True)
     inputs = [*environment.build_inputs(), *(ROOT / "ringdp").rglob("*.py"), *(ROOT / "ringdp").rglob("*.h")]
-    inputs += [*(ROOT / "tools").glob("*.py"), ROOT / "tests/__init__.py", ROOT / "tests/core/__init__.py", *(ROOT / name for name in PACKAGED)]
+    inputs += [*(ROOT / "tools").glob("*.py"), *(ROOT / name for name in PACKAGED)]
+    inputs += [ROOT / "tests" / "__init__.py", ROOT / "tests" / "core" / "__init__.py"]
     for path in inputs:
         if path.name != "_build_info.py":
             target = COPY / path.relative_to(ROOT)

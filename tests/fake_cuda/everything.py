@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 PLACE = "cuda"
+FILLS = re.compile("(uniform|normal|bernoulli|random|exponential)_$")  # with random numbers
 READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__reduce_ex__}
 
 
@@ -45,6 +47,12 @@ class OnTheDevice(TorchFunctionMode):
         if func in _device_constructors() and kwargs.get("device") is None:
             wants_gradient = kwargs.pop("requires_grad", False)
             return func(*args, **kwargs).to(PLACE).requires_grad_(wants_gradient)
+        filled = args[0] if args else kwargs.get("tensor")
+        if FILLS.search(func.__name__) and isinstance(filled, Tensor) and filled.is_cuda:
+            numbers = filled.detach().cpu()
+            func(numbers, *args[1:], **{name: value for name, value in kwargs.items() if name != "tensor"})
+            with torch.no_grad():
+                return filled.copy_(numbers)
         if func in READS:
             return func(moved(args[0], "cpu"), *args[1:], **kwargs)
         if func is not Tensor.copy_ and places(args) == {"cpu", PLACE}:

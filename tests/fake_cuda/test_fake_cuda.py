@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 
 from ringdp.ddp.wrapper import RingDP
 from tests.fault.elastic_jobs import joined
@@ -141,19 +142,19 @@ def test_the_host_does_not_wait_in_a_step_over_nccl(compression: str | None) -> 
 
 
 def last_step_is_late_on_one_rank() -> None:
-    """The other has left by the time that this one says which parameters it used, for which nobody waits in that step."""
+    """The other has left when this one says which parameters it used, for which no rank waits in that step."""
     model = RingDP(nn.Linear(64, 64).cuda())
     late = [False, False, dist.get_rank() == 1]  # the first exchanges the order of the gradients
 
-    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         def end(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             time.sleep(BUSY_S * late[step])
             return future.value()[0]
 
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(end)  # type: ignore[union-attr]
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(end)
 
     model.register_comm_hook(None, hook)
-    for step in range(3):
+    for step in range(3):  # noqa: B007
         model(torch.ones(4, 64, device="cuda")).sum().backward()
 
 

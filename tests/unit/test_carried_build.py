@@ -30,7 +30,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy2(ROOT / name, tmp_path)
     carried = tmp_path / ".gpu"
-    (tmp_path / ".gpu" / "ringdp.egg-info").mkdir()
+    (carried / "ringdp.egg-info").mkdir(parents=True)
     for pattern in BUILT:
         for path in ROOT.glob(pattern):
             target = carried / path.relative_to(ROOT)
