@@ -1,6 +1,7 @@
 # make train   train the example on two ranks, after setting everything up
 # make test    the tests;  ARGS="-k ring -x" goes to pytest
-# make test-ci   what CI runs beside them: sanitizers, benchmarks, packaging, examples
+# make test-ci   what CI runs beside them: sanitizers, examples, further cases
+# make test-nightly   packaging, benchmark tools, libraries, Slurm
 # make test-slow   the slow tests: every world size, type and size, the contracts over TCP, long soaks
 # make test-all   all of these
 # make test-fake-gpu   tests of what needs a GPU and no speed, on a CUDA device that is not there (tests/fake_cuda)
@@ -28,7 +29,7 @@ RELEASE_TESTS = tests/contract/test_collectives_torch.py tests/contract/test_ope
   tests/train/test_ddp_parity.py
 CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
 
-.PHONY: build wheel compile-each test test-ci test-slow test-all test-fake-gpu test-releases test-integrations train lint format stubs docs clean distclean python
+.PHONY: build wheel compile-each test test-ci test-nightly test-slow test-all test-fake-gpu test-releases test-integrations train lint format stubs docs clean distclean python
 
 build: python
 	@$(SETUP)
@@ -45,6 +46,9 @@ test: python
 
 test-ci: python
 	@$(SETUP) -- python tools/run_tests.py --tier ci $(ARGS)
+
+test-nightly: python
+	@$(SETUP) -- python tools/run_tests.py --tier nightly $(ARGS)
 
 test-slow: python
 	@$(SETUP) -- python tools/run_tests.py --tier slow $(ARGS)

@@ -12,16 +12,7 @@ HERE = Path(__file__).resolve().parent
 # compressor or the launcher does not break by itself. Folders, files, or single tests as FILE::TEST.
 CI = (
     "cpp/",
-    "unit/test_benchmarks.py",
-    "unit/test_benchmark_commands.py",
-    "unit/test_long_line.py",
-    "unit/test_compression_benchmarks.py",
     "unit/test_tools_bench.py",
-    "unit/test_run_tests.py",
-    "unit/test_build.py",
-    "unit/test_wheel.py",
-    "unit/test_cuda_toolkit.py",
-    "unit/test_cuda_bindings.py::test_the_benchmark_of_the_kernels_says_that_it_needs_a_gpu",
     "unit/test_docs.py::test_a_walk_shows_what_the_page_shows",
     "unit/test_compression_check.py::test_what_the_tests_use_keeps_its_promises",
     "fault/test_elastic_launch.py::test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_others[shutdown",
@@ -51,10 +42,24 @@ CI = (
     "train/test_weights.py::test_compiled_model",
     "train/test_c_example.py",
     "train/test_custom_compressor.py",
-    "clients/test_libraries.py",
-    "clients/test_ringdp_libraries.py",
     "clients/test_ringdp_compile.py",
     "clients/test_torch_suite.py",
+)
+
+# What is about the scaffolding and about programs of others: `make test-nightly` runs these, and CI does not.
+NIGHTLY = (
+    "unit/test_benchmarks.py",
+    "unit/test_benchmark_commands.py",
+    "unit/test_long_line.py",
+    "unit/test_compression_benchmarks.py",
+    "unit/test_run_tests.py",
+    "unit/test_build.py",
+    "unit/test_wheel.py",
+    "unit/test_cuda_toolkit.py",
+    "unit/test_cuda_bindings.py::test_the_benchmark_of_the_kernels_says_that_it_needs_a_gpu",
+    "clients/test_libraries.py",
+    "clients/test_ringdp_libraries.py",
+    "fault/test_slurm.py",
 )
 
 # Only `make test-slow` runs these, which take half a minute and longer, or repeat another one under other variables.
@@ -109,12 +114,14 @@ def place(item: pytest.Item) -> int:
 
 
 def mark(item: pytest.Item) -> None:
-    """Add the markers `ci`, `slow` and `alone` to a test of these tables."""
+    """Add the markers `ci`, `nightly`, `slow` and `alone` to a test of these tables."""
     if item.get_closest_marker("alone"):
         raise pytest.UsageError(f"{item.nodeid}: what runs alone is named in tests/tiers.py, not marked")
     name = f"{item.path.relative_to(HERE)}::{item.name}" if HERE in item.path.parents else ""
     if name.startswith(CI):
         item.add_marker(pytest.mark.ci)
+    if name.startswith(NIGHTLY):
+        item.add_marker(pytest.mark.nightly)
     if name.startswith(SLOW):
         item.add_marker(pytest.mark.slow)
     if name.startswith(ALONE):

@@ -1,4 +1,4 @@
-"""Runs a tier of the tests: `python tools/run_tests.py [--tier default|ci|slow|all]… [ARGUMENTS OF pytest]`.
+"""Runs a tier of the tests: `python tools/run_tests.py [--tier default|ci|nightly|slow|all]… [ARGUMENTS OF pytest]`.
 
 There are two parts, for all tiers that are named. Most tests run in three processes side by side (pytest-xdist), a file
 as a whole in one of them; tests/tiers.py says which files begin. Those marked `alone` measure time or memory: they run
@@ -46,8 +46,9 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier("not slow and not integrations and not ci", "9 to 10 min"),
-    "ci": Tier("ci and not slow"),
+    "default": Tier("not slow and not integrations and not ci and not nightly", "17 min"),
+    "ci": Tier("ci and not slow and not nightly"),
+    "nightly": Tier("nightly and not slow"),
     "slow": Tier("slow and not integrations", "an hour or more"),
     "all": Tier("not integrations", "an hour or more"),
 }

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 FAKE = "tests/fake_cuda/test_fake_cuda.py"
 RING = "tests/gpu/test_ring_gpu.py"
 CODES = "tests/gpu/test_codes_gpu.py"
+PAIR = "tests/gpu/test_nccl_pair.py"
+TRAINING = f"{FAKE}::test_training_has_the_bits_of_the_cpu"
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,33 @@ def on_device(name: str, file: str, text: str, instead: str, *tests: str) -> Mut
     return Mutant(name, f"csrc/torch/{file}", text, instead, tests, device=True)
 
 
+def kernel(name: str, file: str, text: str, instead: str) -> Mutant:
+    return Mutant(
+        name, f"csrc/cuda/{file}", text, instead, (TRAINING, CODES, "tests/gpu/test_training_gpu.py"), device=True
+    )
+
+
 DEVICE = [
     on_device(
         "a bucket goes before the gradients of another stream are written",
         "reducer/bucket.cpp",
         "current.wait(written);",
         ";",
-        f"{FAKE}::test_training_has_the_bits_of_the_cpu",
+        TRAINING,
     ),
     on_device(
         "a bucket does not remember which streams write it",
         "reducer/bucket.cpp",
         "bucket.streams.push_back(current);",
         ";",
-        f"{FAKE}::test_training_has_the_bits_of_the_cpu",
+        TRAINING,
     ),
     on_device(
         "codes are made before the stream of the caller is there",
         "reducer/c10d_compressed_all_reduce.cpp",
         "stream.wait(reached);",
         ";",
-        f"{FAKE}::test_training_has_the_bits_of_the_cpu",
+        TRAINING,
     ),
     on_device(
         "input is copied before the caller has written it",
@@ -112,14 +120,7 @@ DEVICE = [
         "reducer/residuals.cpp",
         "flag.defined() ? flag.const_data_ptr<int32_t>() : nullptr",
         "nullptr",
-        f"{FAKE}::test_training_has_the_bits_of_the_cpu",
-    ),
-    on_device(
-        "the memory of a flat copy is given back while it is still on its way",
-        "backend/buffers.cpp",
-        "kept_.insert(kept_.end(), {flat, host});",
-        "kept_.insert(kept_.end(), {host});",
-        RING,
+        TRAINING,
     ),
     Mutant(
         "copies count as landed at once",
@@ -129,6 +130,42 @@ DEVICE = [
         (RING, CODES, FAKE),
         device=True,
     ),
+    on_device(
+        "a bucket's operation on a device is not waited for",
+        "reducer/reduction_strategy.cpp",
+        "work->wait();",
+        ";",
+        TRAINING,
+    ),
+    on_device(
+        "NCCL is not aborted when a rank is lost",
+        "backend/watchdog.cpp",
+        "foreign->abort();",
+        ";",
+        f"{PAIR}::test_an_abort_frees_the_device_that_waits_for_a_dead_rank",
+    ),
+    on_device(
+        "a failure that the watchdog knows is not raised",
+        "backend/watchdog.cpp",
+        "if (const auto failure = failure_within(std::chrono::milliseconds(0))) std::rethrow_exception(failure);",
+        ";",
+        f"{PAIR}::test_an_abort_frees_the_device_that_waits_for_a_dead_rank",
+    ),
+    on_device(
+        "buckets that NCCL reduces are not announced",
+        "reducer/bucket_announcer.cpp",
+        "if (watchdog == nullptr) return;",
+        "return;",
+        f"{PAIR}::test_other_buckets_are_an_error_on_both",
+    ),
+    kernel(
+        "the last element is not read",
+        "shares.cuh",
+        "at + i < count ? x[at + i] : 0.0f",
+        "at + i + 1 < count ? x[at + i] : 0.0f",
+    ),
+    kernel("codes are not scaled", "block_codes.cuh", "values[i] * code.scale", "values[i]"),
+    kernel("the last residual is not published", "commit.cu", "i < switches.count", "i + 1 < switches.count"),
 ]
 
 ALL = DEVICE

@@ -43,6 +43,7 @@ struct ErrorContext {
 
 const char* error_class_name(ErrorKind kind);  // in ringdp/errors.py
 
+// Its kind, text and context do not change after it is made, so all threads may read it.
 class Error : public std::exception {
  public:
   Error(ErrorKind kind, std::string message, ErrorContext context = {});

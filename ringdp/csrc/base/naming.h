@@ -11,6 +11,7 @@ const std::string& current_name();
 // On their links the operations give way to all that are not bulk.
 bool current_is_bulk();
 
+// While it lives, the operations that this thread issues carry its name; its end restores the name before it.
 class NamedScope {
  public:
   explicit NamedScope(std::string name, bool bulk = false);

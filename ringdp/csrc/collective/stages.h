@@ -47,6 +47,7 @@ struct Stage {
   bool own_complete() const { return own == nullptr || own->complete(); }
 };
 
+// Both ends of a stream list its pieces in the same order, without gaps; stages do not move once they are added.
 class StagePlan {
  public:
   struct Piece {

@@ -18,6 +18,7 @@ class CallbackGate {
   CallbackGate(const CallbackGate&) = delete;
   CallbackGate& operator=(const CallbackGate&) = delete;
 
+  // Opens once and stays open.
   class State {  // shared by the gate and by the callbacks that wait for it to open
    public:
     void release();

@@ -73,6 +73,7 @@ struct Disagreement {
   Error explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const;
 };
 
+// To one peer: sent <= total, and nothing is sent that the operation has not made ready.
 class SendFlow {
  public:
   FlowHandler* handler = nullptr;
@@ -97,6 +98,7 @@ class SendFlow {
   bool complete() const { return opened && sent == total; }
 };
 
+// From one peer: received <= total, and no more is granted than the operation can take.
 class RecvFlow {
  public:
   FlowHandler* handler = nullptr;

@@ -39,6 +39,7 @@ class SocketAddress {
   socklen_t length_ = 0;
 };
 
+// Listens at `address` as long as it lives.
 class TcpListener {
  public:
   // On port 0 any. nullopt, with errno's value, where the address or the port cannot be had.

@@ -9,6 +9,7 @@
 
 namespace ringdp {
 
+// Every key has the prefix, and what torch raises arrives as an Error.
 class StoreAdapter final : public Store {
  public:
   // Keys get `prefix` in front.
