@@ -66,8 +66,13 @@ def copy_checkout(mutants: dict[int, Mutant]) -> None:
             text = changed.get(path) or '#include "base/mutant.h"\n' + (ROOT / path).read_text()
             changed[path] = replaced(text, mutant, both(number, mutant))
     changed["ringdp/csrc/base/mutant.h"] = HEADER
-    for path in filter(None, listed.split("\0")):
-        if path not in changed and (ROOT / path).is_file():
+    paths = [path for path in filter(None, listed.split("\0")) if (ROOT / path).is_file()]
+    for path in (COPY / "copied").read_text().splitlines() if (COPY / "copied").exists() else []:
+        if path not in paths:
+            (COPY / path).unlink(missing_ok=True)
+    put(COPY / "copied", "\n".join(paths))
+    for path in paths:
+        if path not in changed:
             source, target = ROOT / path, COPY / path
             if not target.exists() or target.read_bytes() != source.read_bytes():
                 target.parent.mkdir(parents=True, exist_ok=True)
