@@ -82,7 +82,7 @@ def project(tmp_path: Path) -> Project:
         "[tool.pytest.ini_options]\n"
         'addopts = ["--import-mode=importlib", "--strict-markers", "-m", "not slow"]\n'
         'testpaths = ["tests"]\n'
-        'markers = ["slow: s", "ci: c", "alone: a", "integrations: i"]\n'
+        'markers = ["slow: s", "ci: c", "nightly: n", "alone: a", "integrations: i"]\n'
     )
     return Project(tmp_path)
 
