@@ -7,7 +7,9 @@ import importlib.metadata
 import logging
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -37,6 +39,15 @@ def need_entry_points() -> None:
     """Skip where ringdp is run from its checkout without being installed, so that torch cannot find it by itself."""
     if not any(point.name == "ringdp" for point in importlib.metadata.entry_points(group="torch.backends")):
         pytest.skip("ringdp is not installed (pip install --no-build-isolation -e .)")
+
+
+def checkout_files(root: Path) -> list[str]:
+    """The files of a checkout, new ones included, without what git ignores; skips the test where there is no git."""
+    command = ["git", "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout")
+    return [name for name in listed.stdout.split("\0") if name and (root / name).is_file()]
 
 
 def free_port() -> int:

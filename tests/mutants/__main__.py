@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.fake_cuda.__main__ import NOT_THERE
+from tests.helpers import checkout_files
 from tests.mutants.faults import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +58,6 @@ def both(number: int, mutant: Mutant) -> str:
 
 
 def copy_checkout(mutants: dict[int, Mutant]) -> None:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
     changed: dict[str, str] = {}
     for number, mutant in mutants.items():
         if mutant.file.startswith("csrc/"):
@@ -66,7 +65,7 @@ def copy_checkout(mutants: dict[int, Mutant]) -> None:
             text = changed.get(path) or '#include "base/mutant.h"\n' + (ROOT / path).read_text()
             changed[path] = replaced(text, mutant, both(number, mutant))
     changed["ringdp/csrc/base/mutant.h"] = HEADER
-    paths = [path for path in filter(None, listed.split("\0")) if (ROOT / path).is_file()]
+    paths = checkout_files(ROOT)
     for path in (COPY / "copied").read_text().splitlines() if (COPY / "copied").exists() else []:
         if path not in paths:
             (COPY / path).unlink(missing_ok=True)
