@@ -1,5 +1,6 @@
 #include "torch/backend/backward_unit.h"
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -10,7 +11,6 @@
 
 #include "base/error.h"
 #include "mesh/record.h"
-#include "torch/backend/python_warnings.h"
 
 namespace ringdp {
 namespace {
@@ -31,6 +31,18 @@ UnitWords words_of(const std::vector<std::shared_ptr<BackwardUnit::Step>>& steps
 }
 
 }  // namespace
+
+void at_end_of_backward(std::function<void()> run) {
+  torch::autograd::Engine::get_default_engine().queue_callback([run = std::move(run)] {
+    torch::PyWarningHandler warnings;  // its end throws a warning that a filter makes an error
+    try {
+      run();
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
+  });
+}
 
 void BackwardUnit::begin(const std::shared_ptr<Step>& step, const std::shared_ptr<void>& alive) {
   const std::lock_guard lock(mutex_);
@@ -62,8 +74,8 @@ void BackwardUnit::called_in_backward(const Step& step) {
     if (std::none_of(open_.begin(), open_.end(), holds)) {
       auto alive = std::make_shared<int>();
       open_.push_back({alive.get(), false, {}, alive, task, std::this_thread::get_id()});
-      torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), alive] {
-        if (const auto unit = self.lock()) with_python_warnings([&] { unit->release(alive.get()); });
+      at_end_of_backward([self = weak_from_this(), alive] {
+        if (const auto unit = self.lock()) unit->release(alive.get());
       });
     }
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -15,6 +16,11 @@
 #include "engine/elastic_group.h"
 
 namespace ringdp {
+
+// Runs at the end of the backward that this thread is in, without the GIL; what `run` throws, that backward raises. Its warnings
+// are Python's on every device: a backward of tensors on a device ends in a thread of autograd's, in which torch prints them
+// to stderr, where no filter and no test sees them.
+void at_end_of_backward(std::function<void()> run);
 
 class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
  public:

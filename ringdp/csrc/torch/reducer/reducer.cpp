@@ -1,11 +1,8 @@
 #include "torch/reducer/reducer.h"
 
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-
-#include "torch/backend/python_warnings.h"
 
 namespace ringdp {
 
@@ -114,10 +111,9 @@ void Reducer::begin(double weight, bool again) {
   const auto alive = std::make_shared<int>();
   if (layout_.repair.on()) layout_.repair.backward().begin({shared_from_this(), &unit_}, alive);
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = weak_from_this(), alive, pool = layout_.pool.during_backward()] {
-        if (auto reducer = self.lock()) with_python_warnings([&] { reducer->end_backward(); });
-      });
+  at_end_of_backward([self = weak_from_this(), alive, pool = layout_.pool.during_backward()] {
+    if (auto reducer = self.lock()) reducer->end_backward();
+  });
   filler_.begin();
 }
 
