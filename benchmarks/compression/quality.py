@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""What compression does to gradients and to training, beside what was measured before the library had it.
+
+    python benchmarks/compression_quality.py codes
+    python benchmarks/compression_quality.py gpt --seeds 8 --csv gpt.csv
+    python benchmarks/compression_quality.py gpt --optimizer sgd --methods 'exact;powersgd' --csv gpt.csv
+    python benchmarks/compression_quality.py digits --seeds 12 --csv digits.csv
+
+`codes`: relative squared error |x' - x|^2 / |x|^2 (NMSE) of codes and of all-reduces, on gradients of
+examples/char_lm.py (of the parameters that the rules compress) and on a Gaussian; bits are those that a rank's payload
+takes. `gpt`: nats per character of a character GPT on text it has not seen, by AdamW or by SGD with momentum. `digits`:
+accuracy of examples/digits.py's network.
+
+The ranks are simulated in one process with the bits of the real exchange (simulated_ranks.py, exchanged_ranks.py). Each
+seed is trained with every method from the same weights on the same data, so differences are paired; their mean is given
+with its 95 % interval (Student's t). Rows go to the file of --csv as they come, and what is there already is not run
+again: a run can be interrupted, and more seeds added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compression import quality_runs
+import torch
+from benchmarks.compression.exchanged_ranks import ExchangedRanks
+from benchmarks.lib.measure import interval, table
+from benchmarks.compression.quality_runs import METHODS
+from torch import Tensor
+
+from ringdp import compression
+from ringdp.compression import Int4, Int5, Int6, Int8, PowerSGD, TopK
+from ringdp.compression.exchange import Section
+from ringdp.compression.exchange.local import there_and_back
+
+CODES: dict[str, Any] = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int6": "int6",
+    "int5": "int5",
+    "int4": "int4",
+    "nf4": "nf4",
+    "int8 rotated": Int8(rotate=True),
+    "int6 rotated": Int6(rotate=True),
+    "int5 rotated": Int5(rotate=True),
+    "int4 rotated": Int4(rotate=True),
+    "qsgd": "qsgd",
+    "terngrad": "terngrad",
+    "sign": "sign",
+    "signsgd": "signsgd",
+    "topk 10%": TopK(0.1),
+    "topk": "topk",
+    "randomk": "randomk",
+    "powersgd": "powersgd",
+    "powersgd, warm": PowerSGD(error_feedback=False),
+}
+REPEATED = {"powersgd, warm": 5}  # what it remembers then is of the same gradients
+SIGNS_ALONE = ("signsgd",)  # their means have no size: they are compared at the best one
+TRAINED = ("exact", "int8", "int4", "int8, overflows")
+RANKS = (2, 4, 8)
+BEFORE = {  # COMPRESSION.md: one shot on a Gaussian and on a GPT's gradients, then all-reduce of 2, 4, 8 ranks on these
+    "fp16": ("4e-8", "4e-8", "8.8e-8", "1.4e-7", "2.0e-7"),
+    "bf16": ("2.8e-6", "2.8e-6", "5.7e-6", "9.5e-6", "1.3e-5"),
+    "int8": ("4.8e-5", "5.7e-5", "8.6e-5", "9.3e-5", "9.7e-5"),
+    "int6": ("5.9e-4", "5.6e-4", "", "8.8e-4", "8.3e-4"),
+    "int5": ("2.5e-3", "2.4e-3", "", "3.7e-3", "3.6e-3"),
+    "int4": ("1.16e-2", "1.12e-2", "1.7e-2", "1.7e-2", "1.6e-2"),
+    "nf4": ("0.85e-2", "0.79e-2", "", "", ""),
+    "sign": ("0.36", "0.47", "", "", ""),
+    "topk 10%": ("0.56", "0.14", "", "", ""),
+    "topk": ("0.92", "0.31", "", "", ""),
+}
+LIMITS: dict[str, float | str] = {"int8": 1.0e-4, "int6": 9e-4, "int5": 3.6e-3, "int4": 1.7e-2, "nf4": "int4"}
+"""Of the all-reduce between 8 ranks, on gradients: so much at most, or less than that code."""
+
+
+def choice_of(names: Iterable[str]) -> str:
+    return f"semicolons between them; of {'; '.join(names)}".replace("%", "%%")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("codes", "gpt", "digits"))
+    parser.add_argument("--seeds", type=int, default=8, help="how many, from 0 on (default 8)")
+    parser.add_argument("--steps", type=int, help="of training (codes: 300, gpt: 1000)")
+    parser.add_argument("--epochs", type=int, default=20, help="of digits (default 20)")
+    parser.add_argument("--width", type=int, help="of the GPT (gpt: 96; codes: 64 and 128)")
+    parser.add_argument("--methods", default=";".join(TRAINED), help=choice_of(METHODS))
+    parser.add_argument("--codes", default=";".join(CODES), help=choice_of(CODES))
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd"), help="(default: adamw for gpt, SGD with momentum for digits)"
+    )
+    parser.add_argument("--lr", type=float, help="of digits (default: the example's)")
+    parser.add_argument("--sgd-lr", type=float, default=quality_runs.SGD_LR, help="(default %(default)s)")
+    parser.add_argument("--against", default="exact", help="the method that differences are taken to (default exact)")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank of `codes` (default 16)")
+    parser.add_argument(
+        "--small-batches",
+        action="store_true",
+        help="`codes`: one layer, 8 windows of 32 characters, the schedule's end",
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="results of each training, added to")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what `codes` measured there, for the plot")
+    args = parser.parse_args(argv)
+    args.method_names = [word.strip() for word in args.methods.split(";")]
+    if unknown := [name for name in args.method_names if name not in METHODS]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(METHODS)}")
+    args.code_names = [word.strip() for word in args.codes.split(";")]
+    if unknown := [name for name in args.code_names if name not in CODES]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(CODES)}")
+    own = [name for name in args.method_names if METHODS[name].momentum_on_ranks]
+    if own and (args.optimizer == "adamw" or (args.what == "gpt" and args.optimizer is None)):
+        parser.error(f"{own[0]!r} has its momentum on the ranks: use --optimizer sgd, which then has none")
+    if args.seeds < 1 or args.against not in args.method_names:
+        parser.error(f"at least one seed, and {args.against!r} among the methods: differences are taken to it")
+    return args
+
+
+# Codes and all-reduces.
+
+
+def nmse(result: Tensor, wanted: Tensor) -> float:
+    wanted = wanted.double()
+    return float((result.double() - wanted).square().sum() / wanted.square().sum())
+
+
+def code_once(name: str, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
+    """NMSE of one encoding of all parameters, by the names they have, and the bits that it takes an element."""
+    if name in REPEATED:
+        alone = _ranks(name, [gradients], 1)
+        decoded = [alone.average([list(gradients.values())]) for _ in range(REPEATED[name])][-1]
+    one, bytes_, parts = compression.get(CODES[name]), 0, list[Tensor]()
+    assert one is not None
+    for parameter, x in gradients.items():
+        section = Section(parameter, tuple(x.shape), 0, x.numel(), one, 1, x.device)
+        part, taken = there_and_back(section, x.flatten())
+        parts.append(part)
+        bytes_ += taken
+    wanted = _flat(list(gradients.values()))
+    result = _flat(decoded) if name in REPEATED else _flat(parts)
+    return _error(name, result, wanted), 8 * bytes_ / wanted.numel()
+
+
+def all_reduce(name: str, gradients: Sequence[Mapping[str, Tensor]]) -> float:
+    """NMSE of the mean of the ranks' gradients, over all parameters, against the mean in float64."""
+    ranks = _ranks(name, gradients, len(gradients))
+    for _ in range(REPEATED.get(name, 1)):
+        means = ranks.average([list(of_rank.values()) for of_rank in gradients])
+    wanted = [torch.stack(several).double().mean(0) for several in zip(*(it.values() for it in gradients), strict=True)]
+    return _error(name, _flat(means), _flat(wanted))
+
+
+def _ranks(name: str, gradients: Sequence[Mapping[str, Tensor]], count: int) -> ExchangedRanks:
+    shapes = {parameter: tuple(it.shape) for parameter, it in gradients[0].items()}
+    return ExchangedRanks(shapes, compression.get(CODES[name]), count)
+
+
+def _error(name: str, result: Tensor, wanted: Tensor) -> float:
+    if name in SIGNS_ALONE:
+        result, wanted = result.double(), wanted.double()
+        result = result * (torch.dot(result, wanted) / torch.dot(result, result))
+    return nmse(result, wanted)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([it.flatten() for it in tensors])
+
+
+def measure_codes(args: argparse.Namespace) -> str:
+    draw = torch.Generator().manual_seed(0)
+    gaussian = [{"x": torch.randn(1 << 10, 1 << 10, generator=draw)} for _ in RANKS[-1:] * RANKS[-1]]
+    sources: dict[str, list[dict[str, Tensor]]] = {"Gaussian": gaussian}
+    step = args.steps or 300
+    if args.small_batches:
+        choices = [quality_runs.small_gpt_options(width=args.width or 256, steps=step)]
+    else:
+        shapes = ((args.width, 2),) if args.width else ((64, 2), (128, 4))
+        common = {"steps": 1000, "batch_size": args.batch_size}
+        choices = [quality_runs.gpt_options(width=width, layers=layers, **common) for width, layers in shapes]
+    for options in choices:
+        gradients = quality_runs.gradients_of_ranks(options, RANKS[-1], step)
+        numel = sum(it.numel() for it in gradients[0].values())
+        sources[f"GPT, {numel / 1e6:.2f} M, step {step}"] = gradients
+    rows = []
+    for name in args.code_names:
+        for source, gradients in sources.items():
+            once, bits = code_once(name, gradients[0])
+            row = {"code": name, "gradients": source, "bits": bits, "once": once}
+            row["all_reduce"] = [all_reduce(name, gradients[:n]) for n in RANKS]
+            rows.append(row | {"agreement": agreement(gradients)})
+    if args.json is not None:
+        args.json.write_text(json.dumps({"ranks": RANKS, "rows": rows}, indent=1), encoding="utf-8")
+    return report_codes(rows)
+
+
+def agreement(gradients: Sequence[Mapping[str, Tensor]]) -> float:
+    """|mean|^2 over the mean |g|^2 of the ranks: 1 where their gradients are the same, 1/n where they are noise."""
+    flat = torch.stack([_flat(list(of_rank.values())) for of_rank in gradients]).double()
+    return float(flat.mean(0).square().sum() / flat.square().sum(1).mean())
+
+
+def report_codes(rows: Sequence[dict[str, Any]]) -> str:
+    cells, held = [], list[str]()
+    for name in dict.fromkeys(row["code"] for row in rows):
+        for row in (it for it in rows if it["code"] == name):
+            errors = (f"{value:.2g}" for value in (row["once"], *row["all_reduce"]))
+            cells.append([name, row["gradients"], f"{row['bits']:.3g}", *errors])
+            if name in LIMITS and row["gradients"] != "Gaussian":
+                held += _held(row, LIMITS[name], rows)
+        if name in BEFORE:
+            gauss, gpt, *reduced_before = BEFORE[name]
+            cells.append(["", "before: Gaussian", "", gauss, "", "", ""])
+            cells.append(["", "before: GPT, 0.8 M, step 300", "", gpt, *reduced_before])
+    columns = ["code", "gradients", "bits", "one shot", *(f"all-reduce, n = {n}" for n in RANKS)]
+    agree = {row["gradients"]: row["agreement"] for row in rows}
+    words = [f"{source}: |mean|^2 is {value:.2f} of the mean |g|^2 of 8 ranks" for source, value in agree.items()]
+    return "\n".join([table(columns, cells), "", *words, "", "all-reduce, n = 8:", *held])
+
+
+def _held(row: dict[str, Any], limit: float | str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether a row keeps its limit, in words; nothing where the code that it is compared with was not measured."""
+    begin, error = f"{row['code']}, {row['gradients']}: ", row["all_reduce"][-1]
+    if isinstance(limit, float):
+        return [f"{begin}{_verdict(error <= limit)}, at most {limit:.2g}"]
+    others = [it for it in rows if (it["code"], it["gradients"]) == (limit, row["gradients"])]
+    return [f"{begin}{_verdict(error < it['all_reduce'][-1])}, below {limit}'s" for it in others]
+
+
+def _verdict(good: bool) -> str:
+    return "holds" if good else "MISSED"
+
+
+# Training.
+
+
+def train(args: argparse.Namespace) -> str:
+    """All methods of each seed, then what they differ by."""
+    run: Callable[[quality_runs.Method, int, argparse.Namespace], float]
+    optimizer = args.optimizer or ("adamw" if args.what == "gpt" else "sgd")
+    if args.what == "gpt":
+        options = quality_runs.small_gpt_options(
+            steps=args.steps or 1000, width=args.width or 96, optimizer=optimizer, sgd_lr=args.sgd_lr
+        )
+        run, unit = quality_runs.train_gpt, "nats per character"
+        setting = f"{options.steps} steps, width {options.width}"
+        setting += f", SGD {options.sgd_lr:g}" if optimizer == "sgd" else ""
+    else:
+        options = quality_runs.digits_options(args.epochs, optimizer=optimizer, lr=args.lr)
+        run, unit = quality_runs.train_digits, "% of the test images"
+        setting = f"{options.epochs} epochs"
+        if optimizer != "sgd" or args.lr is not None:
+            setting += f", {optimizer} {options.lr:g}"
+    aims = AIMS.get((args.what, optimizer), {})
+    known = dict(_read(args.csv, args.what, setting))
+    for seed in range(args.seeds):
+        for name in args.method_names:
+            if (name, seed) not in known:
+                known[name, seed] = run(METHODS[name], seed, options)
+                _add(args.csv, [args.what, setting, name, seed, known[name, seed]])
+                print(f"seed {seed}, {name}: {known[name, seed]:.5f} {unit}", file=sys.stderr, flush=True)
+    title = f"{args.what}, 4 ranks, {setting}: {unit}"
+    return report(known, args.method_names, args.seeds, aims, title, against=args.against)
+
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """What a difference should be, with its whole interval: at most so much, and at least minus that if both ways."""
+
+    limit: float
+    both_ways: bool = True
+
+    def words(self, mean: float, half: float) -> str:
+        if self.both_ways:
+            return f"{_verdict(abs(mean) + half <= self.limit)}, within {self.limit:g}"
+        return f"{_verdict(mean + half <= self.limit)}, at most {self.limit:g}"
+
+
+AIMS: dict[tuple[str, str], dict[str, Aim]] = {
+    ("gpt", "adamw"): dict.fromkeys(("int8", "int4", "int6"), Aim(0.01)),
+    ("gpt", "sgd"): {"topk DGC": Aim(0.03, both_ways=False), "powersgd": Aim(0.02, both_ways=False)},
+    ("digits", "sgd"): dict.fromkeys(("int8", "int4"), Aim(0.5)),
+}
+"""By what is trained and with which optimizer, then by the method's name up to its first comma."""
+
+
+def report(
+    known: Mapping[tuple[str, int], float],
+    names: Sequence[str],
+    seeds: int,
+    aims: Mapping[str, Aim],
+    title: str,
+    *,
+    against: str = "exact",
+) -> str:
+    """A line for each method: its mean, and by how much it differs from the method `against`, seed by seed."""
+    base = [known[against, seed] for seed in range(seeds)]
+    rows = []
+    for name in names:
+        values = [known[name, seed] for seed in range(seeds)]
+        cells = [name, f"{statistics.fmean(values):.4f}"]
+        if name != against:
+            mean, half = interval([a - b for a, b in zip(values, base, strict=True)])
+            cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
+            aim = aims.get(name.split(",")[0])
+            cells += [aim.words(mean, half)] if aim is not None else []
+        rows.append(cells + [""] * (5 - len(cells)))
+    columns = ["method", "mean", f"minus {against}", "95 % interval", "aim"]
+    return "\n".join([f"{title}, {seeds} paired seeds", "", table(columns, rows)])
+
+
+def _read(path: Path | None, what: str, setting: str) -> Iterator[tuple[tuple[str, int], float]]:
+    if path is None or not path.exists():
+        return
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if (row["what"], row["setting"]) == (what, setting):
+                yield (row["method"], int(row["seed"])), float(row["result"])
+
+
+def _add(path: Path | None, row: Sequence[object]) -> None:
+    if path is None:
+        return
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(["what", "setting", "method", "seed", "result"])
+        writer.writerow(row)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], str]] = {"codes": measure_codes, "gpt": train, "digits": train}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    print(PARTS[args.what](args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""How much of a long or lossy line two hosts get, by ring and by gloo, and what a pause costs.
+
+    ringrun -H one,two benchmarks/far.py --rate 100mbit
+                                    one rank on each of two hosts: all-reduces of 25 MiB through ring and gloo, sends in
+                                    one direction, the first all-reduce after a rest of 5 s beside the next one, and
+                                    4 KiB alone and beside a bulk operation
+    ringrun -H one,two benchmarks/far.py --settings cubic:1,cubic:16,bbr:8
+                                    with these values of RINGDP_CONGESTION and RINGDP_STREAMS, one after the other
+    ringrun -H one,two,three,four benchmarks/far.py --small --delay 50
+                                    one rank on each of several hosts: exact all-reduces of 4 to 512 KiB, also in
+                                    one-way delays of so many ms
+    ringrun -H one,two,three,four benchmarks/far.py --minutes 30
+                                    all-reduces of all sizes with rests between, every sum checked, for so long:
+                                    fails at the first wrong sum, lost peer or other error
+
+Times are those of the slowest rank, each call by itself: the median, and all of them in the order in which they came.
+An all-reduce of n ranks carries 2 (n - 1) / n times its size in each direction of each rank. `of the line` is against
+--rate. `python benchmarks/long_line.py --rate 100mbit --delay 25ms -- python benchmarks/far.py ...` makes the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from benchmarks.lib.measure import format_size, format_time, table
+from benchmarks.lib.session import slowest
+
+import ringdp
+from ringdp import config
+from ringdp.text import parse_size
+
+SMALL_BYTES = 4096
+SMALL_SIZES = tuple(size << 10 for size in (4, 64, 256, 512))
+MIXED_COUNTS = (1, 1000, 20_000, 300_000, 1_000_000)  # of --minutes, float32
+LONGEST_REST_S = 5.0
+
+
+def timed(call: Callable[[], object], group: dist.ProcessGroup) -> float:
+    dist.barrier(group)
+    began = time.perf_counter()
+    call()
+    return slowest(time.perf_counter() - began, group)
+
+
+def one_way(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """From rank 0 to rank 1, and an empty answer."""
+    done = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.send(buffer, 1, group=group)
+        dist.recv(done, 1, group=group)
+    else:
+        dist.recv(buffer, 0, group=group)
+        dist.send(done, 0, group=group)
+
+
+def row(name: str, times: Sequence[float], size: int, rate: float, carried: float = 1.0) -> list[str]:
+    """`carried`: how many times its size an operation sends in each direction."""
+    if not times:
+        return [name, format_size(size), "", "", "", ""]
+    median = statistics.median(times)
+    sent = size * carried
+    share = f"{100 * sent / median / rate:.0f} %" if rate else ""
+    words = " ".join(f"{it:.3g}" for it in times)
+    return [name, format_size(size), format_time(median), f"{sent * 8 / median / 1e6:.1f} Mbit/s", share, words]
+
+
+def small_ones(group: dist.ProcessGroup, calls: int, delay_s: float) -> list[list[str]]:
+    rows = []
+    for size in SMALL_SIZES:
+        x = torch.zeros(size // 4)
+        dist.all_reduce(x, group=group)
+        times = [timed(lambda x=x: dist.all_reduce(x, group=group), group) for _ in range(calls)]  # type: ignore[misc]
+        median = statistics.median(times)
+        delays = f"{median / delay_s:.2f}" if delay_s else ""
+        rows.append([format_size(size), format_time(median), delays, " ".join(f"{it:.3g}" for it in times)])
+    return rows
+
+
+def soak(group: dist.ProcessGroup, minutes: float, seed: int) -> dict[str, float]:
+    """All ranks draw the same sizes, and rests of their own. Raises what operations raise, and AssertionError."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    shared, own = random.Random(seed), random.Random(seed * 1000 + rank)
+    calls, slowest_s, end = 0, 0.0, time.monotonic() + 60 * minutes
+    more = torch.ones(1)
+    while more.item() > 0:
+        for _ in range(10):
+            x = torch.full((shared.choice(MIXED_COUNTS),), float(rank + 1))
+            if own.random() < 0.1:
+                time.sleep(own.random() * LONGEST_REST_S)
+            began = time.monotonic()
+            dist.all_reduce(x, group=group)
+            slowest_s = max(slowest_s, time.monotonic() - began)
+            wanted = ranks * (ranks + 1) / 2
+            assert x.min().item() == x.max().item() == wanted, f"a sum of {x.numel()}: {x.min()} to {x.max()}"
+            calls += 1
+        more[0] = 1.0 if time.monotonic() < end else 0.0
+        dist.broadcast(more, group_src=0, group=group)
+    return {"calls": calls, "slowest_s": slowest(slowest_s, group)}
+
+
+def echo(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Seconds from rank 0 to rank 1 and back, on rank 0."""
+    began = time.perf_counter()
+    if dist.get_rank() == 0:
+        dist.send(buffer, 1, group=group)
+        dist.recv(buffer, 1, group=group)
+    else:
+        dist.recv(buffer, 0, group=group)
+        dist.send(buffer, 0, group=group)
+    return time.perf_counter() - began
+
+
+def beside_bulk(group: dist.ProcessGroup, size: int, calls: int) -> tuple[list[float], list[float], float]:
+    """Seconds of 4 KiB there and back, alone and while an operation of `size` bytes is under way that gives way to
+    others; and those of that operation."""
+    other = dist.new_group(backend="ring")
+    assert isinstance(other, dist.ProcessGroup)
+    small = torch.zeros(SMALL_BYTES // 4)
+    alone = [echo(small, other) for _ in range(calls)]
+    large = torch.zeros(size // 4)
+    dist.barrier(other)
+    began = time.perf_counter()
+    with ringdp.named("far.py: bulk", bulk=True):
+        work = dist.all_reduce(large, group=group, async_op=True)
+    assert work is not None
+    beside = []
+    for _ in range(calls):
+        seconds = echo(small, other)
+        if slowest(float(work.is_completed()), other):
+            break  # nothing was beside it any more
+        beside.append(seconds)
+    work.wait()
+    return alone, beside, slowest(time.perf_counter() - began, other)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    for number, setting in enumerate(args.settings or [""]):
+        if setting:
+            os.environ["RINGDP_CONGESTION"], _, os.environ["RINGDP_STREAMS"] = setting.partition(":")
+        if number:  # the last store's port may not be free yet
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        measure(args, last=number + 1 >= len(args.settings))
+    return 0
+
+
+def measure(args: argparse.Namespace, last: bool) -> None:
+    """Join a job, measure, print on rank 0, leave it. Through gloo only with the last setting: it has none."""
+    ringdp.init()
+    ranks = ringdp.world_size()
+    if ranks < 2 or (ranks > 2 and (args.sends or args.beside)):
+        raise SystemExit("far.py needs two ranks, one on each of two hosts; more with --sends 0 --beside 0")
+    ring = dist.new_group(backend="ring")
+    assert isinstance(ring, dist.ProcessGroup)
+    if args.minutes:
+        found = soak(ring, args.minutes, args.seed)
+        if ringdp.rank() == 0:
+            words = (
+                f"{ranks} ranks, {args.minutes:g} minutes: {found['calls']} all-reduces, all sums right, no rank lost"
+            )
+            print(f"{words}; the slowest took {format_time(found['slowest_s'])}", flush=True)
+        ringdp.shutdown()
+        return
+    if args.small:
+        rows = small_ones(ring, args.calls, args.delay / 1000)
+        if ringdp.rank() == 0:
+            print(f"{ranks} ranks, float32, {ringdp.transports()}", flush=True)
+            print(table(["all-reduce", "median", "one-way delays", "each, s"], rows), flush=True)
+        ringdp.shutdown()
+        return
+    size, rate, carried = args.size // 4 * 4, args.rate / 8, 2 * (ranks - 1) / ranks
+    buffer = torch.zeros(size // 4)
+    rows = []
+    timed(lambda: dist.all_reduce(torch.zeros(1), group=ring), ring)
+    times = [timed(lambda: dist.all_reduce(buffer, group=ring), ring) for _ in range(args.calls)]
+    rows.append(row("all-reduce, ring", times, size, rate, carried))
+    if args.sends:
+        times = [timed(lambda: one_way(buffer, ring), ring) for _ in range(args.sends)]
+        rows.append(row("one way, ring", times, size, rate))
+    for _ in range(args.idle):
+        time.sleep(5)
+        pair = [timed(lambda: dist.all_reduce(buffer, group=ring), ring) for _ in range(2)]
+        rows.append(row(f"after 5 s, and the next: {pair[0] / pair[1]:.2f}", pair, size, rate, carried))
+    if args.beside:
+        alone, beside, bulk_s = beside_bulk(ring, size, args.beside)
+        rows.append(row("there and back, alone", alone, SMALL_BYTES, 0.0))
+        rows.append(row("there and back, beside bulk", beside, SMALL_BYTES, 0.0))
+        rows.append(row("all-reduce, bulk", [bulk_s], size, rate, carried))
+    if args.gloo and last:
+        gloo = dist.new_group(backend="gloo")
+        assert isinstance(gloo, dist.ProcessGroup)
+        few = torch.zeros(args.gloo_size // 4)
+        times = [timed(lambda: dist.all_reduce(few, group=gloo), ring) for _ in range(args.gloo)]
+        rows.append(row("all-reduce, gloo", times, args.gloo_size, rate, carried))
+    if ringdp.rank() == 0:
+        used = " ".join(f"{it}={os.environ[it]}" for it in ("RINGDP_STREAMS", "RINGDP_CONGESTION") if it in os.environ)
+        print(f"{ringdp.transports()} {used}", flush=True)
+        print(table(["", "size", "median", "", "of the line", "each, s"], rows), flush=True)
+    ringdp.shutdown()
+
+
+def _rate(text: str) -> float:
+    return 8 * config.parse_rate(text)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=_rate, default=0.0, help="of the line, for `of the line`: 100mbit")
+    parser.add_argument(
+        "--settings",
+        type=lambda text: text.split(","),
+        default=[],
+        help="one after the other: cubic:16,bbr:8",
+    )
+    parser.add_argument("--size", type=parse_size, default=25 << 20, help="bytes of an all-reduce (25m)")
+    parser.add_argument("--calls", type=int, default=5, help="all-reduces through ring (5)")
+    parser.add_argument("--sends", type=int, default=3, help="messages in one direction through ring (3)")
+    parser.add_argument("--idle", type=int, default=0, help="rests of 5 s (0)")
+    parser.add_argument("--beside", type=int, default=0, help="4 KiB there and back, beside a bulk operation (0)")
+    parser.add_argument("--small", action="store_true", help="all-reduces of 4 to 512 KiB instead, --calls of each")
+    parser.add_argument("--delay", type=float, default=0.0, help="ms from one host to another, for --small")
+    parser.add_argument("--minutes", type=float, default=0.0, help="all sizes and rests, for so long, instead")
+    parser.add_argument("--seed", type=int, default=0, help="of sizes and rests (--minutes; 0)")
+    parser.add_argument("--gloo", type=int, default=3, help="all-reduces through gloo (3)")
+    parser.add_argument("--gloo-size", type=parse_size, default=4 << 20, help="bytes of one: it is slow (4m)")
+    args = parser.parse_args(argv)
+    if args.small or args.minutes:
+        args.sends = args.beside = 0
+    return args
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

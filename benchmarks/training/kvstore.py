@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""The key-value store beside what it is made of, and beside what does the same: bytes, steps, memory.
+
+    python benchmarks/kvstore.py                          2 ranks on this machine
+    python benchmarks/kvstore.py --hosts 4 --rate 1gbit   4 ranks on hosts of their own (needs root)
+
+First the bytes: a pushpull of 25 MiB in 40 keys and of 4 KiB in one, without an optimizer, beside a reduce-scatter and
+an all-gather of as many bytes in one tensor, an all-reduce, and a parameter server of torch's RPC on rank 0. All must
+give the same sums before anything is timed. Then training steps with Adam: RingDP, RingDP with torch's
+ZeroRedundancyOptimizer, a model attached to a store, and a Trainer. All must give the same parameters. Times are
+medians over alternating blocks, of the slowest rank; memory is what rank 0's optimizer holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.lib import models
+from benchmarks.lib import session
+import torch
+import torch.distributed as dist
+from benchmarks.lib.measure import format_size, format_time, machine, table
+from torch import Tensor, nn
+from torch.distributed.rpc.functions import async_execution
+
+LARGE, KEYS, SMALL = 25 << 20, 40, 4 << 10
+PEERS = ("reduce-scatter + all-gather", "all-reduce", "torch RPC server")
+STEPS = ("ringdp", "ringdp + ZeRO", "attached", "Trainer")
+_RATE = 1e-4
+
+
+class Server:
+    """A parameter server on rank 0: adds up what all ranks push, then answers all."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._lock = ranks, threading.Lock()
+        self._totals: list[Tensor] = []
+        self._waiting: list[torch.futures.Future[list[Tensor]]] = []
+
+    def push(self, values: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        with self._lock:
+            if self._waiting:
+                torch._foreach_add_(self._totals, values)
+            else:
+                self._totals = [value.clone() for value in values]
+            self._waiting.append(future)
+            ready, totals = [], self._totals
+            if len(self._waiting) == self._ranks:
+                ready, self._waiting = self._waiting, []
+        for one in ready:
+            one.set_result(totals)
+        return future
+
+
+_server: Server | None = None
+
+
+@async_execution
+def pushpull_at_server(values: list[Tensor]) -> Any:
+    assert _server is not None
+    return _server.push(values)
+
+
+def start_rpc(rank: int, ranks: int, address: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    from torch.distributed import rpc
+
+    global _server
+    if rank == 0:
+        _server = Server(ranks)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=60)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=ranks, rpc_backend_options=options)
+    return lambda values: rpc.rpc_sync("rank0", pushpull_at_server, args=(values,))
+
+
+def block(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call, on the slowest rank."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return session.slowest((time.perf_counter() - began) / repeats)
+
+
+def alternate(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        block(call, 3)
+    for turn in range(rounds):
+        for name in calls if turn % 2 else reversed(calls):
+            seconds[name].append(block(calls[name], repeats))
+    return seconds
+
+
+class Bytes:
+    """One amount of bytes in some keys, by all ways of adding it up over the ranks."""
+
+    def __init__(self, size: int, keys: int, group: dist.ProcessGroup, at_server: Any) -> None:
+        from ringdp import kvstore
+
+        ranks = group.size()
+        count = size // 4 // (keys * ranks * 64) * ranks * 64
+        generator = torch.Generator().manual_seed(group.rank())
+        self.values = [torch.randn(count, generator=generator) for _ in range(keys)]
+        self.names = [f"key{index}" for index in range(keys)]
+        self.out = [torch.empty(count) for _ in range(keys)]
+        self.flat = torch.cat(self.values)
+        self.chunk, self.gathered = torch.empty(self.flat.numel() // ranks), torch.empty_like(self.flat)
+        self.store = kvstore.create(group=group)
+        self.store.init(self.names, self.values)
+        self.stepping = kvstore.create(group=group)
+        self.stepping.set_optimizer(torch.optim.SGD, lr=_RATE)
+        self.stepping.init(self.names, self.values)
+        self.group, self.at_server = group, at_server
+        self.calls: dict[str, Callable[[], object]] = {
+            "kvstore": lambda: self.store.pushpull(self.names, self.values, self.out),
+            "kvstore, SGD": lambda: self.stepping.pushpull(self.names, self.values, self.out),
+            PEERS[0]: self.scatter_and_gather,
+            PEERS[1]: lambda: dist.all_reduce(self.gathered, group=group),
+        }
+        if at_server is not None:
+            self.calls[PEERS[2]] = lambda: at_server(self.values)
+
+    def scatter_and_gather(self) -> None:
+        dist.reduce_scatter_tensor(self.chunk, self.flat, group=self.group)
+        dist.all_gather_into_tensor(self.gathered, self.chunk, group=self.group)
+
+    def check(self) -> None:
+        """Raises AssertionError where the ways differ."""
+        self.store.pushpull(self.names, self.values, self.out)
+        together = torch.cat(self.out)
+        self.scatter_and_gather()
+        sums = [self.gathered] if self.at_server is None else [self.gathered, torch.cat(self.at_server(self.values))]
+        for other in sums:
+            assert torch.allclose(together, other, atol=1e-5), "the sums differ"
+        self.gathered.zero_()  # all-reduces add to it
+
+
+class Trainee:
+    """One model by one way."""
+
+    def __init__(self, name: str, how: str, group: dist.ProcessGroup) -> None:
+        import ringdp
+        from ringdp import kvstore
+
+        self.task = models.make(name, rank=group.rank())
+        module = self.task.module
+        self.module: nn.Module = module
+        self.update: Callable[[], object]
+        self.states: Callable[[], Any]
+        if how == "attached":
+            store = kvstore.create(reduce="mean", group=group)
+            store.set_optimizer(torch.optim.Adam, lr=_RATE)
+            self.update = store.attach(module).step
+            self.states = lambda: store.optimizer.state
+        elif how == "Trainer":
+            trainer = kvstore.Trainer(
+                module, torch.optim.Adam, {"lr": _RATE}, kvstore.create(reduce="mean", group=group)
+            )
+            self.update = lambda: trainer.step(1)
+            self.states = lambda: trainer.optimizer.state
+        else:
+            self.module = ringdp.RingDP(module, process_group=group)
+            optimizer: Any = torch.optim.Adam(module.parameters(), lr=_RATE)
+            if how != "ringdp":
+                from torch.distributed.optim import ZeroRedundancyOptimizer
+
+                optimizer = ZeroRedundancyOptimizer(
+                    module.parameters(), optimizer_class=torch.optim.Adam, process_group=group, lr=_RATE
+                )
+            self.update = optimizer.step
+            self.states = lambda: optimizer.optim.state if how != "ringdp" else optimizer.state
+
+    def step(self) -> None:
+        self.module.zero_grad()
+        self.task.loss(self.module, self.task.batch).backward()
+        self.update()
+
+    def state_bytes(self) -> int:
+        held = [it for state in self.states().values() for it in state.values() if isinstance(it, Tensor)]
+        return sum(it.numel() * it.element_size() for it in held if it.dim())
+
+    def parameters(self) -> Tensor:
+        return torch.cat([it.detach().reshape(-1) for it in self.task.module.parameters()])
+
+
+def run_rank(path: str) -> None:
+    joined = session.join(path)
+    given = joined.settings
+    torch.set_num_threads(1)
+    group = dist.new_group(list(range(joined.world_size)), backend="ring")
+    assert isinstance(group, dist.ProcessGroup)
+    at_server = start_rpc(joined.rank, joined.world_size, given["rpc"]) if given["rpc"] else None
+    moved = []
+    for size, keys, repeats in ((LARGE, KEYS, 5), (SMALL, 1, 200)):
+        one = Bytes(size, keys, group, at_server)
+        one.check()
+        seconds = alternate(one.calls, given["rounds"], repeats)
+        moved.append({"bytes": one.flat.numel() * 4, "keys": keys, "seconds": seconds})
+        del one
+    trained = []
+    for name in given["models"]:
+        trainees = {how: Trainee(name, how, group) for how in STEPS}
+        for one_of_them in trainees.values():
+            for _ in range(3):
+                one_of_them.step()
+        first = trainees["ringdp"].parameters()
+        for how, trainee in trainees.items():
+            assert torch.allclose(trainee.parameters(), first, atol=1e-5), f"{how} trains otherwise"
+        seconds = alternate({how: it.step for how, it in trainees.items()}, given["rounds"], given["steps"])
+        memory = {how: it.state_bytes() for how, it in trainees.items()}
+        trained.append({"model": name, "seconds": seconds, "state_bytes": memory})
+        del trainees
+    if given["rpc"]:
+        from torch.distributed import rpc
+
+        rpc.shutdown()
+    joined.deliver({"moved": moved, "trained": trained})
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
+    if reason := session.why_no_ringdp():
+        raise session.Unavailable(reason)
+    with session.make_hosts(args.place) as hosts:
+        host = hosts.address(0) if hosts else "127.0.0.1"
+        settings = {
+            "models": [name for name in args.models.split(",") if name],
+            "rounds": args.rounds,
+            "steps": args.steps,
+            "rpc": "" if args.no_rpc else f"tcp://{host}:{args.rpc_port}",
+        }
+        found, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
+    return {
+        "benchmark": "kvstore",
+        "machine": machine(),
+        "place": asdict(args.place) | {"words": str(args.place)},
+        "quiet": quiet.as_dict() | {"words": str(quiet)},
+        **found,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result as text."""
+    about = result["machine"]
+    lines = [
+        f"key-value store, {result['place']['words']}",
+        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
+    ]
+    for row in result["moved"]:
+        medians = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
+        cells = [
+            [name, format_time(it), f"{medians['kvstore'] / it:.2f}", format_time(min(row["seconds"][name]))]
+            for name, it in medians.items()
+        ]
+        title = f"{format_size(row['bytes'])} in {row['keys']} keys"
+        lines += ["", table([title, "median", "kvstore / it", "least"], cells)]
+    for row in result["trained"]:
+        medians = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
+        cells = [
+            [name, format_time(it), f"{medians['attached'] / it:.3f}", f"{row['state_bytes'][name] / 2**20:.1f} MiB"]
+            for name, it in medians.items()
+        ]
+        lines += ["", table([f"step of {row['model']}", "median", "attached / it", "optimizer on rank 0"], cells)]
+    lines += ["", result["quiet"]["words"]]
+    return "\n".join(lines + [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}; empty: none")
+    parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a block (default 5)")
+    parser.add_argument("--no-rpc", action="store_true", help="without torch's RPC")
+    parser.add_argument("--rpc-port", type=int, default=29617, help="where RPC's ranks meet (default 29617)")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
+    session.add_place_options(parser)
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.models.split(",") if name and name not in models.NAMES]:
+        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(models.NAMES)}")
+    if min(args.rounds, args.steps) < 1:
+        parser.error("at least one round of one step is needed")
+    args.place = session.place_of(parser, args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return session.main(parse(argv), run_rank, measure, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
