@@ -6,7 +6,6 @@
 // others add straight out of it. Two ranks, and small buffers: everybody adds everybody's blocks (fold). More: each rank adds
 // one piece of a block and the others copy the result (reduce-scatter and all-gather). Several blocks are under way at once.
 #include <sched.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -202,12 +201,5 @@ void ceiling_all_reduce(Ceiling* self, float* data, std::size_t count) {
     fold(*self, data, count);
   else
     scatter_and_gather(*self, data, count);
-}
-
-// Asks for huge pages under the buffer, which saves page walks; where the kernel gives none nothing happens.
-void ceiling_huge_pages(void* data, std::size_t bytes) {
-  auto begin = (reinterpret_cast<uintptr_t>(data) + 4095) / 4096 * 4096;
-  auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / 4096 * 4096;
-  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 }

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from benchmarks.lib.ranks import Unavailable
+
 SOURCE = Path(__file__).with_name("ceiling.cpp")
 MAX_RANKS = 16
-
-
-class CeilingUnavailable(RuntimeError):
-    """The ceiling cannot be measured here; the message says why."""
 
 
 def why_not(*, ranks: int, hosts: int) -> str | None:
@@ -38,15 +36,15 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compile ceiling.cpp into `folder`, for this very processor. Raises CeilingUnavailable."""
+    """Compile ceiling.cpp into `folder`, for this very processor. Raises Unavailable."""
     found = compiler()
     if found is None:
-        raise CeilingUnavailable("no C++ compiler")
+        raise Unavailable("no C++ compiler")
     library = folder / "ceiling.so"
     words = [found, "-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
     done = subprocess.run([*words, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise CeilingUnavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
+        raise Unavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
     return library
 
 
@@ -61,7 +59,7 @@ class Ceiling:
         cores = len(os.sched_getaffinity(0))
         self._self = self._library.ceiling_join(ctypes.addressof(self._base), rank, ranks, cores)
         if not self._self:
-            raise CeilingUnavailable(f"for 2 to {MAX_RANKS} ranks, not {ranks}")
+            raise Unavailable(f"for 2 to {MAX_RANKS} ranks, not {ranks}")
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum of everybody's `x`, float32 and contiguous, in place."""
@@ -76,8 +74,6 @@ def load(library: Path) -> ctypes.CDLL:
     found.ceiling_join.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     found.ceiling_all_reduce.restype = None
     found.ceiling_all_reduce.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    found.ceiling_huge_pages.restype = None
-    found.ceiling_huge_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return found
 
 

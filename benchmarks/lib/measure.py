@@ -39,11 +39,11 @@ def codec_names() -> tuple[str, ...]:
 
 
 def format_time(seconds: float) -> str:
-    """Three digits or so, in the unit that suits: `12.3 µs`, `4.56 ms`, `1.2 s`."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+    """Four digits in the unit that suits, also of what is below 0: `12.3 µs`, `4.56 ms`, `1.2 s`."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if abs(seconds) >= unit:
             return f"{seconds / unit:.4g} {name}"
-    return f"{seconds * 1e6:.2f} µs"
+    return f"{seconds * 1e6:.4g} µs"
 
 
 def percentile(values: Sequence[float], share: float) -> float:

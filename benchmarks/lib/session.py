@@ -263,7 +263,7 @@ def run(
             words, env = own, base | torchrun_env(rank=rank, world_size=place.ranks, address=address, port=port)
             if hosts is not None:
                 words = hosts.command(rank // place.per_host, own)
-                env = base | hosts.rank_env(rank=rank, per_host=place.per_host)
+                env = _QUIET_TORCH | hosts.rank_env(rank=rank, per_host=place.per_host) | {"PYTHONPATH": str(ROOT)}
             commands.append(Command(words, env, f"rank {rank}"))
         quiet = Quiet.start()
         run_commands(commands, timeout_s=timeout_s, echo=_echo)
