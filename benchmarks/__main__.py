@@ -89,9 +89,7 @@ def module_of(name: str) -> Any:
 
 
 def listed() -> str:
-    rows = [
-        [name, f"{it.minutes:g}" if it.minutes else "", it.needs, it.question] for name, it in RUNNABLES.items()
-    ]
+    rows = [[name, f"{it.minutes:g}" if it.minutes else "", it.needs, it.question] for name, it in RUNNABLES.items()]
     lines = table(["name", "minutes", "needs", "question"], [[*row[:3], ""] for row in rows]).splitlines()
     return "\n".join([f"{lines[0]}  question", *(f"{a}  {row[3]}" for a, row in zip(lines[1:], rows, strict=False))])
 

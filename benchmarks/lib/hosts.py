@@ -30,7 +30,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.lib.ranks import Command, RanksFailed, Unavailable, run_commands, signals_later, signals_unwind, threads_per_rank, torchrun_env
+from benchmarks.lib.ranks import (
+    Command,
+    RanksFailed,
+    Unavailable,
+    run_commands,
+    signals_later,
+    signals_unwind,
+    threads_per_rank,
+    torchrun_env,
+)
 
 PORT = 29500  # free in every namespace: each has its own ports
 INTERFACE = "eth0"
@@ -109,9 +118,7 @@ class Hosts:
         return {
             "OMP_NUM_THREADS": str(threads_per_rank(world_size)),
             **os.environ,
-            **torchrun_env(
-                rank=rank, world_size=world_size, address=self.address(0), port=PORT, per_host=per_host
-            ),
+            **torchrun_env(rank=rank, world_size=world_size, address=self.address(0), port=PORT, per_host=per_host),
             **self.host_env(rank // per_host),
         }
 
@@ -234,7 +241,9 @@ def _claim(name: str | None) -> tuple[int, str]:
         except (BlockingIOError, FileNotFoundError):
             pass
         os.close(fd)
-    raise HostsError(f"hosts called {tries[0]!r} exist already: remove them with `python -m benchmarks hosts down --name {tries[0]}`")
+    raise HostsError(
+        f"hosts called {tries[0]!r} exist already: remove them with `python -m benchmarks hosts down --name {tries[0]}`"
+    )
 
 
 def _namespaces(name: str) -> list[str]:
@@ -282,7 +291,9 @@ def run_ranks(hosts: Hosts, words: Sequence[str], *, per_host: int, timeout_s: f
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     made = argparse.ArgumentParser(add_help=False)
     made.add_argument("--hosts", type=int, default=2, help="how many (default 2)")
@@ -345,4 +356,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.ranks import start, stop_all
-
 from ringdp.text import format_size as format_size
 from ringdp.text import parse_size as parse_size
 from ringdp.text import table as table

@@ -154,9 +154,7 @@ def stop_all(processes: Sequence[subprocess.Popen[Any]], *, patience_s: float = 
         alive = [process for process in alive if process.poll() is None]
 
 
-def torchrun_env(
-    *, rank: int, world_size: int, address: str, port: int, per_host: int | None = None
-) -> dict[str, str]:
+def torchrun_env(*, rank: int, world_size: int, address: str, port: int, per_host: int | None = None) -> dict[str, str]:
     """The variables `torchrun` would set for this rank, of `per_host` on each host, or of one host."""
     per_host = per_host or world_size
     return {

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """A sharded embedding beside torch RPC's remote module and whole tables on each rank: samples a second, and memory.
 
-    python benchmarks/embedding.py --ranks 4               4 ranks on this machine
-    python benchmarks/embedding.py --hosts 4 --rate 1gbit  4 ranks on hosts of their own (needs root)
+    python -m benchmarks embedding --ranks 4               4 ranks on this machine
+    python -m benchmarks embedding --hosts 4 --rate 1gbit  4 ranks on hosts of their own (needs root)
 
 A sample is a bag of ids, drawn by Zipf's law and scattered over the table; a small dense net turns its vector into a
 number; all is trained with SGD. The ways:
@@ -20,20 +19,21 @@ part of the table.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
+import os
 import statistics
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.lib import session
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import format_size, format_time, machine, table
 from torch import Tensor, nn
+
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_size, format_time, table
 
 SHARDED = {
     "sharded": "exact",
@@ -187,7 +187,7 @@ class Trainee:
         self.rows = lambda ids: rpc.rpc_sync("rank0", rows_of, args=(remote.get_module_rref(), ids))
 
 
-def check(ways: Sequence[str], dim: int, groups: dict[str, dist.ProcessGroup]) -> None:
+def train_alike(ways: Sequence[str], dim: int, groups: dict[str, dist.ProcessGroup]) -> None:
     """Raises AssertionError where a way gives other rows than the first."""
     batches = zipf_batches(_SMALL_ROWS, 64, 5, 1.05, dist.get_rank())
     first: Tensor | None = None
@@ -206,17 +206,11 @@ def check(ways: Sequence[str], dim: int, groups: dict[str, dist.ProcessGroup]) -
         )
 
 
-def block(trainee: Trainee, batches: list[Batch], number: int, steps: int) -> float:
-    """Seconds of a step, on the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    for step in range(number, number + steps):
-        trainee.step(batches[step % _POOL], batches[(step + 1) % _POOL])
-    return session.slowest((time.perf_counter() - began) / steps)
+def _next_step(trainee: Trainee, turns: Iterator[tuple[Batch, Batch]]) -> None:
+    trainee.step(*next(turns))
 
 
-def run_rank(path: str) -> None:
-    joined = session.join(path)
+def run_rank(joined: session.Joined) -> None:
     given = joined.settings
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's RPC
@@ -225,9 +219,11 @@ def run_rank(path: str) -> None:
     if REMOTE in given["ways"]:
         from torch.distributed import rpc
 
-        options = rpc.TensorPipeRpcBackendOptions(init_method=given["rpc"], rpc_timeout=120)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://{os.environ['MASTER_ADDR']}:{given['rpc_port']}", rpc_timeout=120
+        )
         rpc.init_rpc(f"rank{joined.rank}", rank=joined.rank, world_size=len(ranks), rpc_backend_options=options)
-    check(given["ways"], given["dim"], groups)
+    train_alike(given["ways"], given["dim"], groups)
     batches = zipf_batches(given["rows"], given["samples"], given["ids"], given["zipf"], joined.rank)
     distinct = statistics.mean(len(ids.unique()) for ids, _ in batches)
     seconds: dict[str, list[float]] = {way: [] for way in given["ways"]}
@@ -235,15 +231,14 @@ def run_rank(path: str) -> None:
     for turn in range(given["turns"]):
         for way in given["ways"] if turn % 2 == 0 else reversed(given["ways"]):
             trainee = Trainee(way, given["rows"], given["dim"], groups)
-            number = given["steps"]
-            block(trainee, batches, 0, number)
-            for _ in range(given["blocks"]):
-                seconds[way].append(block(trainee, batches, number, given["steps"]))
-                number += given["steps"]
+            turns = itertools.cycle(zip(batches, batches[1:] + batches[:1], strict=True))
+            step = functools.partial(_next_step, trainee, turns)
+            session.block(step, given["steps"])  # not counted
+            seconds[way] += [session.block(step, given["steps"]) for _ in range(given["blocks"])]
             most = torch.tensor([trainee.held])
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             held[way] = int(most)
-            del trainee
+            del trainee, step
             _remote.clear()
             gc.collect()
             dist.barrier()
@@ -252,29 +247,15 @@ def run_rank(path: str) -> None:
     joined.deliver({"seconds": seconds, "held": held, "distinct": distinct})
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    with session.make_hosts(args.place) as hosts:
-        host = hosts.address(0) if hosts else "127.0.0.1"
-        settings = {name: getattr(args, name) for name in ("rows", "dim", "samples", "ids", "zipf", "steps", "blocks")}
-        settings |= {"turns": args.turns, "ways": args.ways, "rpc": f"tcp://{host}:{args.rpc_port}"}
-        found, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
-    return {
-        "benchmark": "embedding",
-        "machine": machine(),
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "settings": settings,
-        **found,
-    }
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("rows", "dim", "samples", "ids", "zipf", "steps", "blocks", "turns", "ways", "rpc_port")
+    return {name: getattr(args, name) for name in names}
 
 
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
-    about, given, ranks = result["machine"], result["settings"], result["place"]["ranks"]
-    medians = {way: statistics.median(seconds) for way, seconds in result["seconds"].items()}
+    found, given, ranks = result["rows"], result["settings"], result["place"]["ranks"]
+    medians = {way: statistics.median(seconds) for way, seconds in found["seconds"].items()}
     sharded = next(it for way, it in medians.items() if way in SHARDED)
     cells = [
         [
@@ -282,25 +263,17 @@ def report(result: dict[str, Any]) -> str:
             format_time(it),
             f"{ranks * given['samples'] / it:,.0f}",
             f"{it / sharded:.2f}",
-            format_size(result["held"][way]),
+            format_size(found["held"][way]),
         ]
         for way, it in medians.items()
     ]
     size = f"{given['rows']:,} rows of {given['dim']}"
-    lines = [
-        f"sharded embedding, {result['place']['words']}",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-        f"each rank {given['samples']} samples of {given['ids']} ids a step, {result['distinct']:,.0f} ids distinct",
-        "",
-        table([size, "step", "samples/s", "it / the first", "table, most on a rank"], cells),
-        "",
-        result["quiet"]["words"],
-    ]
-    return "\n".join(lines + [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]])
+    load = f"each rank {given['samples']} samples of {given['ids']} ids a step, {found['distinct']:,.0f} ids distinct"
+    columns = [size, "step", "samples/s", "it / the first", "table, most on a rank"]
+    return session.text(result, "sharded embedding", load, table(columns, cells))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=10_000_000, help="of the table (default 10,000,000)")
     parser.add_argument("--dim", type=int, default=16, help="numbers of a row (default 16)")
     parser.add_argument("--samples", type=int, default=2048, help="of each rank in a step (default 2048)")
@@ -311,23 +284,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of a block (default 10)")
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by ';' (default all)")
     parser.add_argument("--rpc-port", type=int, default=29619, help="where RPC's ranks meet (default 29619)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    args.ways = [way.strip() for way in args.ways.split(";") if way.strip()]
-    if unknown := [way for way in args.ways if way not in WAYS]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(WAYS)}")
+
+
+def check(args: argparse.Namespace) -> None:
+    args.ways = session.chosen(args.ways, WAYS, ";")
     if not any(way in SHARDED for way in args.ways):
-        parser.error("one of the ways must be sharded: the others are compared with it")
+        raise ValueError("one of the ways must be sharded: the others are compared with it")
     if min(args.rows, args.dim, args.samples, args.ids, args.turns, args.blocks, args.steps) < 1 or args.zipf == 1:
-        parser.error("sizes must be at least 1, and the exponent must not be 1")
-    args.place = session.place_of(parser, args)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return session.main(parse(argv), run_rank, measure, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise ValueError("sizes must be at least 1, and the exponent must not be 1")

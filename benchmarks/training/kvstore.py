@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """The key-value store beside what it is made of, and beside what does the same: bytes, steps, memory.
 
-    python benchmarks/kvstore.py                          2 ranks on this machine
-    python benchmarks/kvstore.py --hosts 4 --rate 1gbit   4 ranks on hosts of their own (needs root)
+    python -m benchmarks kvstore                          2 ranks on this machine
+    python -m benchmarks kvstore --hosts 4 --rate 1gbit   4 ranks on hosts of their own (needs root)
 
 First the bytes: a pushpull of 25 MiB in 40 keys and of 4 KiB in one, without an optimizer, beside a reduce-scatter and
 an all-gather of as many bytes in one tensor, an all-reduce, and a parameter server of torch's RPC on rank 0. All must
@@ -14,21 +13,19 @@ medians over alternating blocks, of the slowest rank; memory is what rank 0's op
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks.lib import models
-from benchmarks.lib import session
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import format_size, format_time, machine, table
 from torch import Tensor, nn
 from torch.distributed.rpc.functions import async_execution
+
+from benchmarks.lib import models, session
+from benchmarks.lib.measure import format_size, format_time, table
 
 LARGE, KEYS, SMALL = 25 << 20, 40, 4 << 10
 PEERS = ("reduce-scatter + all-gather", "all-reduce", "torch RPC server")
@@ -78,25 +75,6 @@ def start_rpc(rank: int, ranks: int, address: str) -> Callable[[list[Tensor]], l
     options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=60)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=ranks, rpc_backend_options=options)
     return lambda values: rpc.rpc_sync("rank0", pushpull_at_server, args=(values,))
-
-
-def block(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call, on the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return session.slowest((time.perf_counter() - began) / repeats)
-
-
-def alternate(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        block(call, 3)
-    for turn in range(rounds):
-        for name in calls if turn % 2 else reversed(calls):
-            seconds[name].append(block(calls[name], repeats))
-    return seconds
 
 
 class Bytes:
@@ -191,18 +169,18 @@ class Trainee:
         return torch.cat([it.detach().reshape(-1) for it in self.task.module.parameters()])
 
 
-def run_rank(path: str) -> None:
-    joined = session.join(path)
+def run_rank(joined: session.Joined) -> None:
     given = joined.settings
     torch.set_num_threads(1)
     group = dist.new_group(list(range(joined.world_size)), backend="ring")
     assert isinstance(group, dist.ProcessGroup)
-    at_server = start_rpc(joined.rank, joined.world_size, given["rpc"]) if given["rpc"] else None
+    rpc_at = f"tcp://{os.environ['MASTER_ADDR']}:{given['rpc_port']}"
+    at_server = start_rpc(joined.rank, joined.world_size, rpc_at) if given["rpc_port"] else None
     moved = []
     for size, keys, repeats in ((LARGE, KEYS, 5), (SMALL, 1, 200)):
         one = Bytes(size, keys, group, at_server)
         one.check()
-        seconds = alternate(one.calls, given["rounds"], repeats)
+        seconds = session.alternate(one.calls, given["rounds"], repeats)
         moved.append({"bytes": one.flat.numel() * 4, "keys": keys, "seconds": seconds})
         del one
     trained = []
@@ -214,86 +192,49 @@ def run_rank(path: str) -> None:
         first = trainees["ringdp"].parameters()
         for how, trainee in trainees.items():
             assert torch.allclose(trainee.parameters(), first, atol=1e-5), f"{how} trains otherwise"
-        seconds = alternate({how: it.step for how, it in trainees.items()}, given["rounds"], given["steps"])
+        seconds = session.alternate({how: it.step for how, it in trainees.items()}, given["rounds"], given["steps"])
         memory = {how: it.state_bytes() for how, it in trainees.items()}
         trained.append({"model": name, "seconds": seconds, "state_bytes": memory})
         del trainees
-    if given["rpc"]:
+    if given["rpc_port"]:
         from torch.distributed import rpc
 
         rpc.shutdown()
     joined.deliver({"moved": moved, "trained": trained})
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    with session.make_hosts(args.place) as hosts:
-        host = hosts.address(0) if hosts else "127.0.0.1"
-        settings = {
-            "models": [name for name in args.models.split(",") if name],
-            "rounds": args.rounds,
-            "steps": args.steps,
-            "rpc": "" if args.no_rpc else f"tcp://{host}:{args.rpc_port}",
-        }
-        found, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
-    return {
-        "benchmark": "kvstore",
-        "machine": machine(),
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        **found,
-    }
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {"models": args.models, "rounds": args.rounds, "steps": args.steps, "rpc_port": args.rpc_port}
 
 
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
-    about = result["machine"]
-    lines = [
-        f"key-value store, {result['place']['words']}",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-    ]
-    for row in result["moved"]:
+    parts = []
+    for row in result["rows"]["moved"]:
         medians = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
         cells = [
             [name, format_time(it), f"{medians['kvstore'] / it:.2f}", format_time(min(row["seconds"][name]))]
             for name, it in medians.items()
         ]
         title = f"{format_size(row['bytes'])} in {row['keys']} keys"
-        lines += ["", table([title, "median", "kvstore / it", "least"], cells)]
-    for row in result["trained"]:
+        parts.append(table([title, "median", "kvstore / it", "least"], cells))
+    for row in result["rows"]["trained"]:
         medians = {name: statistics.median(seconds) for name, seconds in row["seconds"].items()}
         cells = [
             [name, format_time(it), f"{medians['attached'] / it:.3f}", f"{row['state_bytes'][name] / 2**20:.1f} MiB"]
             for name, it in medians.items()
         ]
-        lines += ["", table([f"step of {row['model']}", "median", "attached / it", "optimizer on rank 0"], cells)]
-    lines += ["", result["quiet"]["words"]]
-    return "\n".join(lines + [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]])
+        parts.append(table([f"step of {row['model']}", "median", "attached / it", "optimizer on rank 0"], cells))
+    return session.text(result, "key-value store", *parts)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}; empty: none")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a block (default 5)")
-    parser.add_argument("--no-rpc", action="store_true", help="without torch's RPC")
-    parser.add_argument("--rpc-port", type=int, default=29617, help="where RPC's ranks meet (default 29617)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.models.split(",") if name and name not in models.NAMES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(models.NAMES)}")
-    if min(args.rounds, args.steps) < 1:
-        parser.error("at least one round of one step is needed")
-    args.place = session.place_of(parser, args)
-    return args
+    parser.add_argument("--rpc-port", type=int, default=29617, help="where RPC's ranks meet; 0: without RPC (29617)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return session.main(parse(argv), run_rank, measure, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def check(args: argparse.Namespace) -> None:
+    args.models = session.chosen(args.models, models.NAMES)
+    session.at_least(1, rounds=args.rounds, steps=args.steps)

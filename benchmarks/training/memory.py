@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """How much memory a training step takes at its peak, under torch's DDP and under RingDP.
 
-    python benchmarks/memory.py                                  2 ranks on loopback, all models
-    python benchmarks/memory.py --models mlp --repeats 1 --json out.json
+    python -m benchmarks memory                                  2 ranks on loopback, all models
+    python -m benchmarks memory --models mlp --repeats 1 --json out.json
 
 Models and modes are those of `step.py`. Every mode runs in fresh processes: what another one left behind, or the kernel
 has given already, would hide what it takes. Columns, each the most that any rank had:
@@ -18,15 +17,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import models
-from benchmarks.lib import session
-from benchmarks.lib.measure import format_size, machine, table
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib import models, session
+from benchmarks.lib.measure import format_size, table
+from benchmarks.lib.ranks import Unavailable
+from benchmarks.training.modes import MODES as ALL_MODES
+from benchmarks.training.modes import make_groups
+from benchmarks.training.trainee import Trainee, reference
 
 MODES = ("bare", "ddp-ring", "ddp-ring-view", "ringdp")
 PEER = "ddp-ring-view"
@@ -34,47 +37,34 @@ COUNTS = ("resident", "later", "tensors")
 STEPS = 6
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(models.MODES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(ALL_MODES)}")
     parser.add_argument("--zero-grad", choices=("none", "keep"), default="none", help="what zero_grad() leaves behind")
     parser.add_argument("--repeats", type=int, default=3, help="fresh processes for each mode, the median counts")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    args.mode_names, args.model_names = args.modes.split(","), args.models.split(",")
-    for given, known in ((args.mode_names, models.MODES), (args.model_names, models.NAMES)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}")
-    if args.repeats < 1:
-        parser.error("at least one repeat is needed")
-    args.place = session.place_of(parser, args)
-    return args
 
 
-def run_rank(path: str) -> None:
+def check(args: argparse.Namespace) -> None:
+    args.models, args.modes = session.chosen(args.models, models.NAMES), session.chosen(args.modes, tuple(ALL_MODES))
+    session.at_least(1, repeats=args.repeats)
+
+
+def run_rank(joined: session.Joined) -> None:
     """What each rank does: one mode of one model."""
-    from benchmarks.training import step_rank
-    import torch
-    import torch.distributed as dist
-
-    joined = session.join(path)
     name, word = joined.settings["model"], joined.settings["mode"]
-    mode = models.MODES[word]
-    groups = step_rank.make_groups([word])
-    group = groups.get(mode.backend)
+    mode = ALL_MODES[word]
+    group = make_groups([word]).get(mode.backend)
     if group is not None:
         dist.all_reduce(torch.zeros(1), group=group)  # connections and their buffers are the backend's
 
-    def trainee() -> step_rank.Trainee:
+    def trainee() -> Trainee:
         task = models.make(name, rank=joined.rank)
-        return step_rank.Trainee(task, task.module, group, joined.settings["set_to_none"])
+        return Trainee(f"{name} in mode {word}", mode, task, group, joined.settings["set_to_none"])
 
     one = trainee()
     dist.barrier()
     before = reset_peak()
-    one.module = step_rank.wrap(mode, one.module, group)
+    one.wrap()
     peaks = []
     for _ in range(2):
         for _ in range(STEPS):
@@ -84,15 +74,14 @@ def run_rank(path: str) -> None:
 
     def wrap_and_train() -> None:
         other = trainee()  # inside: its parameters count alike in every mode, and are taken off
-        other.module = step_rank.wrap(mode, other.module, group)
+        other.wrap()
         for _ in range(STEPS):
             other.step()
 
     mine = dict(zip(COUNTS, [*peaks, peak_of_tensors(wrap_and_train) - 4 * one.task.numel], strict=True))
-    averaged = bool(mode.wrapper) or joined.world_size == 1
     checked = trainee()
-    checked.module = step_rank.wrap(mode, checked.module, group)
-    step_rank.check_training(f"{name} in mode {word}", checked, step_rank.reference(name, joined) if averaged else None)
+    checked.wrap()
+    checked.check(reference(name, joined))
     everyone: list[Any] = [None] * joined.world_size
     dist.all_gather_object(everyone, mine)
     joined.deliver({key: max(each[key] for each in everyone) for key in COUNTS} | {"numel": one.task.numel})
@@ -103,7 +92,7 @@ def status_bytes(key: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
-    raise session.Unavailable(f"/proc/self/status says nothing of {key}: this kernel does not count it")
+    raise Unavailable(f"/proc/self/status says nothing of {key}: this kernel does not count it")
 
 
 def reset_peak() -> int:
@@ -129,32 +118,24 @@ def peak_of_tensors(action: Any) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
+    session.need_ringdp()
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with session.make_hosts(args.place) as hosts:
         for _ in range(args.repeats):
-            for name in args.model_names:
-                for mode in args.mode_names:
+            for name in args.models:
+                for mode in args.modes:
                     settings = {"model": name, "mode": mode, "set_to_none": args.zero_grad == "none"}
-                    result, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
+                    result, quiet = session.run("memory", settings, args.place, hosts=hosts, timeout_s=args.timeout)
                     runs.setdefault((name, mode), []).append(result)
     rows = []
     for (name, mode), results in runs.items():
         numbers = {key: statistics.median(result[key] for result in results) for key in COUNTS}
         spread = [min(result["resident"] for result in results), max(result["resident"] for result in results)]
         rows.append({"model": name, "mode": mode, "numel": results[0]["numel"], "resident_spread": spread} | numbers)
-    return {
-        "benchmark": "memory",
-        "machine": machine(),
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "zero_grad": args.zero_grad,
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "rows": add_derived(rows),
-    }
+    return session.result_of("memory", quiet, args.place, zero_grad=args.zero_grad, rows=over_ddp(rows))
 
 
-def add_derived(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def over_ddp(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with their shares of DDP's numbers, where PEER was measured."""
     peers = {row["model"]: row for row in rows if row["mode"] == PEER}
     return [
@@ -177,21 +158,6 @@ def report(result: dict[str, Any]) -> str:
         ]
         rows.append(cells)
     numel = {row["model"]: row["numel"] for row in result["rows"]}
-    about = result["machine"]
-    return "\n".join(
-        [
-            f"peak memory of {STEPS} steps, {result['place']['words']}, zero_grad leaves {result['zero_grad']}",
-            f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-            ", ".join(f"{name}: {format_size(4 * count)} of gradients" for name, count in numel.items()),
-            "",
-            table(columns, rows),
-        ]
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return session.main(parse(argv), run_rank, measure, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sizes = ", ".join(f"{name}: {format_size(4 * count)} of gradients" for name, count in numel.items())
+    title = f"peak memory of {STEPS} steps, zero_grad leaves {result['zero_grad']}"
+    return session.text(result, title, sizes, table(columns, rows))

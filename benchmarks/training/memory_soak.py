@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Whether a long training with RingDP keeps its memory: resident memory, descriptors and threads, while shapes change.
 
-    python benchmarks/memory_soak.py                   2 ranks, 1 minute
-    python benchmarks/memory_soak.py --minutes 60 --json out.json
-    python benchmarks/memory_soak.py --bare            the same model without a wrapper, to compare
+    python -m benchmarks memory_soak                   2 ranks, 1 minute
+    python -m benchmarks memory_soak --minutes 60 --json out.json
+    python -m benchmarks memory_soak --bare            the same model without a wrapper, to compare
 
 Each step has another number of rows, and its backward keeps some of what it allocates for some steps. Every fiftieth
 step the wrapper is made anew. Columns: `resident`; of it `free`, which malloc holds and nobody uses, `pool`,
@@ -22,13 +21,12 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.lib import session
-from benchmarks.lib.measure import format_size, machine, table
+from benchmarks.lib.measure import format_size, table
 
 PARTS = 5
 WIDTH = 700
@@ -39,24 +37,13 @@ COUNTED = (*IN_BYTES, "descriptors", "threads")
 MAY_GROW = ("resident", "free")
 
 
+_MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
 class Mallinfo2(ctypes.Structure):
     """What glibc's mallinfo2(3) returns, for all arenas together."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO2.split())
 
 
 def mallinfo2() -> Mallinfo2:
@@ -66,21 +53,18 @@ def mallinfo2() -> Mallinfo2:
     return function()
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--slack", type=float, default=16.0, help="MiB that count as the same")
     without = parser.add_mutually_exclusive_group()
     without.add_argument("--no-pool", action="store_true", help="with gradient_pool=False, to compare")
     without.add_argument("--bare", action="store_true", help="without RingDP, to compare")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    args.place = session.place_of(parser, args)
+
+
+def check(args: argparse.Namespace) -> None:
     if args.minutes <= 0:
-        parser.error("--minutes must be above 0")
+        raise ValueError("--minutes must be above 0")
     args.timeout = max(args.timeout, 2 * 60 * args.minutes + 120)
-    return args
 
 
 def resources(pool: int) -> dict[str, int]:
@@ -100,14 +84,13 @@ def resources(pool: int) -> dict[str, int]:
     }
 
 
-def run_rank(path: str) -> None:
+def run_rank(joined: session.Joined) -> None:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
 
     import ringdp
 
-    joined = session.join(path)
     group = dist.new_group(backend="ring")
     shared, own = random.Random(1), random.Random(2 + joined.rank)
     torch.manual_seed(0)
@@ -150,20 +133,15 @@ def run_rank(path: str) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, HostsError, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    settings = {"minutes": args.minutes, "pool": not args.no_pool, "bare": args.bare}
-    with session.make_hosts(args.place) as hosts:
-        ranks, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
-    return {
-        "benchmark": "memory_soak",
-        "machine": machine(),
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "ranks": ranks,
-        "grown": [f"rank {rank}: {text}" for rank, it in enumerate(ranks) for text in grown(it["parts"], args.slack)],
-    }
+    """Raises Unavailable, HostsError, RanksFailed."""
+    result = session.measured(sys.modules[__name__], "memory_soak", args)
+    ranks = result["rows"]
+    failed = [f"rank {rank}: {it}" for rank, one in enumerate(ranks) for it in grown(one["parts"], args.slack)]
+    return result | {"failed": failed}
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {"minutes": args.minutes, "pool": not args.no_pool, "bare": args.bare}
 
 
 def summary(part: dict[str, list[int]]) -> dict[str, int]:
@@ -184,29 +162,11 @@ def grown(parts: Sequence[dict[str, int]], slack_mib: float) -> list[str]:
 def report(result: dict[str, Any]) -> str:
     """The result as text."""
     rows = []
-    for rank, it in enumerate(result["ranks"]):
+    for rank, it in enumerate(result["rows"]):
         ends = [
             [format_size(part[name]) if name in IN_BYTES else str(part[name]) for name in COUNTED]
             for part in (it["parts"][1], it["parts"][-1])
         ]
         rows.append([str(rank), str(it["steps"]), *(f"{first} -> {last}" for first, last in zip(*ends, strict=True))])
-    verdict = "; ".join(result["grown"]) or "nothing grew"
-    words = f"memory over time, {result['place']['words']}"
-    return "\n".join([words, "", table(["rank", "steps", *COUNTED], rows), "", verdict])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    failed = False
-
-    def measured(given: argparse.Namespace) -> dict[str, Any]:
-        nonlocal failed
-        result = measure(given)
-        failed = bool(result["grown"])
-        return result
-
-    return session.main(args, run_rank, measured, report) or int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    verdict = "; ".join(result["failed"]) or "nothing grew"
+    return session.text(result, "memory over time", table(["rank", "steps", *COUNTED], rows), verdict)

@@ -29,15 +29,15 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from benchmarks.lib import command
-from benchmarks.lib import session
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import Quiet, Summary, format_time, machine, percentile, table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.lib import command, session
+from benchmarks.lib.measure import Quiet, Summary, format_time, machine, percentile, table
 
 CASES = ("alone", "reducer")
 MODES = (
