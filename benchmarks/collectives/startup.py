@@ -1,7 +1,7 @@
 """How long ranks of one host take to start: joining the job, then wrapping a model and its first steps.
 
-    python benchmarks/startup.py                       # ring and gloo with 2 to 64 ranks, in turns
-    python benchmarks/startup.py --ranks 128 --peers ring --rounds 3
+    python -m benchmarks startup                       # ring and gloo with 2 to 64 ranks, in turns
+    python -m benchmarks startup --ranks 128 --peers ring --rounds 3
 
 All ranks are forked from one process that has imported everything, so that imports do not count, and start together.
 Times are of the slowest rank, medians over the rounds, which alternate between the backends. CPU seconds are of all
@@ -14,31 +14,25 @@ import argparse
 import importlib
 import multiprocessing
 import os
-import socket
 import statistics
-import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import command
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
+from benchmarks.lib import session
+from benchmarks.lib.ranks import Failed
 
 STEPS = 3
 PEERS = ("ring", "gloo")
 TIMEOUT_S = 300.0
-
-
-class StartFailed(RuntimeError):
-    """A rank failed; the message has its traceback."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +88,6 @@ def rank_main(peer: str, rank: int, world: int, port: int, together: Any, result
         raise
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def import_all() -> None:
     """What joining and wrapping import, which the ranks get by fork; starts no thread."""
     for name in (
@@ -115,9 +103,9 @@ def import_all() -> None:
 
 
 def start(peer: str, world: int) -> Start:
-    """Raises StartFailed."""
+    """Raises Failed."""
     fork = multiprocessing.get_context("fork")
-    together, results, port = fork.Barrier(world), fork.SimpleQueue(), free_port()
+    together, results, port = fork.Barrier(world), fork.SimpleQueue(), session.free_port()
     ranks = [fork.Process(target=rank_main, args=(peer, r, world, port, together, results)) for r in range(world)]
     for process in ranks:
         process.start()
@@ -126,7 +114,7 @@ def start(peer: str, world: int) -> Start:
         for _ in ranks:
             told.append(results.get())
             if isinstance(told[-1], str):
-                raise StartFailed(told[-1])
+                raise Failed(told[-1])
     finally:
         for process in ranks:
             if len(told) < world:
@@ -148,7 +136,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             figures = {key: statistics.median(getattr(one, key) for one in all_of) for key in asdict(all_of[0])}
             rows.append({"ranks": world, "peer": peer} | figures)
             print(line(rows[-1]), flush=True)
-    return {"load": os.getloadavg()[0], "cores": os.cpu_count(), "rows": rows}
+    return session.result_of("startup", None, load=os.getloadavg()[0], rows=rows)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -161,7 +149,7 @@ def line(row: dict[str, Any]) -> str:
 
 def report(result: dict[str, Any]) -> str:
     by = {(row["ranks"], row["peer"]): row for row in result["rows"]}
-    lines = [f"load {result['load']:.1f} at the end, {result['cores']} cores"]
+    lines = []
     for ranks in sorted({row["ranks"] for row in result["rows"]}):
         ring, gloo = by.get((ranks, "ring")), by.get((ranks, "gloo"))
         if ring and gloo:
@@ -169,30 +157,15 @@ def report(result: dict[str, Any]) -> str:
             lines.append(
                 f"{ranks:>5} ranks  ring / gloo: join {ratios[0]:.2f}, train {ratios[1]:.2f}, CPU {ratios[2]:.2f}"
             )
-    return "\n".join(lines)
+    return session.text(result, f"start of ranks of one host, load {result['load']:.1f} at the end", "\n".join(lines))
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(word) for word in text.split(",")]  # noqa: E731
-    parser.add_argument("--ranks", type=numbers, default=[2, 4, 8, 16, 32, 64], help="numbers of ranks: 2,4,8")
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=list(PEERS), help="ring,gloo")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="2,4,8,16,32,64", help="numbers of ranks: 2,4,8")
+    parser.add_argument("--peers", default=",".join(PEERS), help=",".join(PEERS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="write the figures there")
-    args = parser.parse_args(arguments)
-    if min(args.ranks) < 1:
-        parser.error("--ranks: at least one is needed")
-    if args.rounds < 1:
-        parser.error("--rounds: at least one is needed")
-    if unknown := set(args.peers) - set(PEERS):
-        parser.error(f"--peers: {sorted(unknown)[0]!r} is not known: choose from {', '.join(PEERS)}")
-    return args
 
 
-def main() -> int:
-    args = parse()
-    return command.run(lambda: measure(args), report, json_path=args.json, cannot=(), failed=(StartFailed,))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def check(args: argparse.Namespace) -> None:
+    args.ranks, args.peers = [int(word) for word in args.ranks.split(",")], session.chosen(args.peers, PEERS)
+    session.at_least(1, ranks=min(args.ranks), rounds=args.rounds)

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Measure this machine and write the file of RINGDP_TUNING: from which size on which algorithm is faster.
 
-    python benchmarks/tune.py --output tuning.json                            one host: 2 and 4 ranks
-    sudo python benchmarks/tune.py --hosts 2 --rate 1gbit --output tuning.json    namespaces, one rank on each
-    ringrun --nproc-per-node 4 benchmarks/tune.py --output tuning.json        on a launcher's ranks, also several hosts
+    python -m benchmarks tune --output tuning.json                            one host: 2 and 4 ranks
+    sudo python -m benchmarks tune --hosts 2 --rate 1gbit --output tuning.json    namespaces, one rank on each
+    ringrun --nproc-per-node 4 -m benchmarks tune --output tuning.json   on a launcher's ranks, also several hosts
 
 The layout of the ranks over hosts says which section of the file is measured; what the file says of the others stays.
 Two ranks decide `fold_two_ranks_bytes`, more the other limits; any number on several hosts `exact_bucket_bytes`, where
@@ -18,44 +17,49 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from benchmarks.lib import session
-from benchmarks.lib.hosts import HostsError
-from benchmarks.lib.measure import format_size, format_time, machine, parse_size, table
-from benchmarks.lib.ranks import RanksFailed
+import numpy
+import torch
+import torch.distributed as dist
 
+from benchmarks.collectives.core import make_runtime
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_size, format_time, machine, parse_size, table
+from benchmarks.lib.ranks import Unavailable
+
+MIN_CALLS, MAX_CALLS = 5, 400  # of one algorithm in one block
+ALWAYS, NEVER = 2**40, 0
+LARGE_BYTES = 16 << 20  # for the costs per byte
+
+Block = Callable[[str, int, int], list[float]]  # (which of the two, bytes, calls) -> seconds of each call
 SIZES = "1k,2k,4k,8k,16k,32k,64k,128k,256k,512k,1m,2m"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="write it there; without it, print it")
-    parser.add_argument("--ranks", help="numbers of ranks to measure (default 2,4; between hosts, one on each)")
-    parser.add_argument("--hosts", type=int, default=0, help="spread them over N network namespaces (needs root)")
-    parser.add_argument("--rate", default="1gbit", help="speed of each host's link, tc's words, or none (1gbit)")
     parser.add_argument("--sizes", default=SIZES, help=f"sizes at which a limit may lie ({SIZES})")
     parser.add_argument("--rounds", type=int, default=3, help="blocks of calls for each algorithm and size (3)")
     parser.add_argument("--block-seconds", type=float, default=0.03, help="about how long a block lasts (0.03)")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds before a run is given up (900)")
-    parser.add_argument("--as-rank", metavar="FILE", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    try:
-        args.size_bytes = sorted(parse_size(word) for word in args.sizes.split(","))
-        counts = [int(word) for word in (args.ranks or (str(args.hosts) if args.hosts else "2,4")).split(",")]
-        args.places = [session.Place(ranks=count, hosts=args.hosts, rate=args.rate) for count in counts]
-    except ValueError as error:
-        parser.error(str(error))
-    if args.rounds < 1 or any(size < 4 or size % 4 for size in args.size_bytes) or min(counts) < 2:
-        parser.error("at least one round, two ranks, and sizes that are multiples of 4 bytes are needed")
-    return args
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+def check(args: argparse.Namespace) -> None:
+    args.size_bytes = sorted(parse_size(word) for word in args.sizes.split(","))
+    counts = [args.ranks] if args.ranks is not None else [args.hosts] if args.hosts else [2, 4]
+    args.places = [session.Place(count, args.hosts, args.rate) for count in counts]
+    session.at_least(1, rounds=args.rounds)
+    session.at_least(2, ranks=min(counts))
+    if any(size < 4 or size % 4 for size in args.size_bytes):
+        raise ValueError("sizes must be multiples of 4 bytes")
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"size_bytes": args.size_bytes, "rounds": args.rounds, "block_s": args.block_seconds}
 
 
@@ -123,17 +127,71 @@ def merged(before: Mapping[str, Any], results: Sequence[Mapping[str, Any]], word
 
 
 def read_before(path: str | None) -> dict[str, Any]:
-    """What the file says now, checked; nothing where there is none. Raises ringdp's InvalidArgumentError."""
+    """What the file says now, checked; nothing where there is none. Raises Unavailable."""
     from ringdp.config import tuning
+    from ringdp.errors import InvalidArgumentError
 
     if path is None or not Path(path).exists():
         return {}
-    tuning.read(path)
+    try:
+        tuning.read(path)
+    except InvalidArgumentError as error:  # it is not overwritten
+        raise Unavailable(str(error)) from error
     found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     return found
 
 
-def report(results: Sequence[Mapping[str, Any]]) -> str:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises Unavailable, HostsError, RanksFailed."""
+    session.need_ringdp()
+    before = read_before(args.output)
+    results = []
+    for place in args.places:
+        with session.make_hosts(place) as hosts:
+            found, quiet = session.run("tune", settings(args), place, hosts=hosts, timeout_s=args.timeout)
+        results.append(found)
+        for warning in quiet.warnings():
+            print(f"WARNING: {warning}", file=sys.stderr)
+    return written(args, results, before)
+
+
+def written(
+    args: argparse.Namespace, results: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    about = machine()
+    words = f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, {date.today().isoformat()}"
+    document = json.dumps(merged(before, results, words), indent=2)
+    print(measured_words(results), file=sys.stderr)
+    if args.output:
+        Path(args.output).write_text(document + "\n", encoding="utf-8")
+    return {"output": args.output, "document": document}
+
+
+def report(result: dict[str, Any]) -> str:
+    if not result["output"]:
+        return str(result["document"])
+    return f"written to {result['output']}: set RINGDP_TUNING to it on every rank"
+
+
+def main(argv: Sequence[str]) -> int:
+    if "RANK" not in os.environ or list(argv[:1]) == ["--as-rank"]:
+        return session.main(sys.modules[__name__], "tune", argv)
+    args = session.parse(sys.modules[__name__], argv)  # a rank of somebody's launcher; rank 0 writes
+    dist.init_process_group("gloo")
+    before = read_before(args.output)
+
+    def deliver(result: Any) -> None:
+        if dist.get_rank() == 0:
+            print(report(written(args, [json.loads(json.dumps(result))], before)))
+        dist.barrier()
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    run_rank(session.Joined(settings(args), dist.get_rank(), dist.get_world_size(), local_rank, deliver))
+    dist.destroy_process_group()
+    return 0
+
+
+def measured_words(results: Sequence[Mapping[str, Any]]) -> str:
     """What was measured, as text."""
     lines = []
     for result in results:
@@ -146,75 +204,105 @@ def report(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(args: argparse.Namespace, results: Sequence[Mapping[str, Any]], before: Mapping[str, Any]) -> None:
-    about = machine()
-    words = f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, {date.today().isoformat()}"
-    document = json.dumps(merged(before, results, words), indent=2)
-    print(report(results), file=sys.stderr)
-    if args.output:
-        Path(args.output).write_text(document + "\n", encoding="utf-8")
-        print(f"written to {args.output}: set RINGDP_TUNING to it on every rank", file=sys.stderr)
-    else:
-        print(document)
+# What each rank does.
 
 
-def run_under_launcher(args: argparse.Namespace) -> None:
-    """Be a rank of somebody's launcher; rank 0 writes."""
-    import torch.distributed as dist
-    from benchmarks.collectives.tune_rank import measure
+def run_rank(joined: session.Joined) -> None:
+    """Deliver ``{"hosts": [...], "limits": {limit: {bytes: [small, large]}}, "costs": {...}}``, times in seconds."""
+    from ringdp import config
 
-    dist.init_process_group("gloo")
-    before = read_before(args.output)
+    runtime, core = make_runtime(joined.rank, joined.world_size, "tune")
+    members = list(range(joined.world_size))
+    groups = {
+        "small": core.Group(runtime, "small", members, table=_table(ALWAYS)),
+        "large": core.Group(runtime, "large", members, table=_table(NEVER)),
+    }
+    built_in = core.Group(runtime, "built in", members)
+    hosts: list[Any] = [None] * joined.world_size
+    dist.all_gather_object(hosts, config.host_identity(config.RingConfig.from_environment().host_id))
 
-    def deliver(result: Any) -> None:
-        if dist.get_rank() == 0:
-            write(args, [json.loads(json.dumps(result))], before)
-        dist.barrier()
+    def all_reduce(which: str, size: int, calls: int) -> list[float]:
+        x = numpy.zeros(size // 4, numpy.float32)
+        seconds: list[float] = groups[which].time_all_reduce(x, "float32", calls)
+        return seconds
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    measure(session.Joined(settings_of(args), rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), deliver))
-    dist.destroy_process_group()
+    def broadcast(which: str, size: int, calls: int) -> list[float]:
+        """From every rank in turn, so that no root runs ahead."""
+        x = numpy.zeros(size // 4, numpy.float32)
 
+        def from_all() -> None:
+            for root in members:
+                groups[which].broadcast(x, "float32", root).wait()
 
-def run_here(args: argparse.Namespace) -> None:
-    before = read_before(args.output)
-    results = []
-    for place in args.places:
-        with session.make_hosts(place) as hosts:
-            result, quiet = session.run(__file__, settings_of(args), place, hosts=hosts, timeout_s=args.timeout)
-        results.append(result)
-        for warning in quiet.warnings():
-            print(f"WARNING: {warning}", file=sys.stderr)
-    write(args, results, before)
+        return [seconds / len(members) for seconds in _timed(from_all, calls)]
 
+    def all_gather(which: str, size: int, calls: int) -> list[float]:
+        x = numpy.zeros(size // 4, numpy.float32)
+        blocks = [numpy.zeros_like(x) for _ in members]
+        return _timed(lambda: groups[which].all_gather(x, blocks, "float32").wait(), calls)
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if args.as_rank:
-        from benchmarks.collectives.tune_rank import run_rank
+    def exactly_or_as_codes(which: str, size: int, calls: int) -> list[float]:
+        x = numpy.zeros(size // 4, numpy.float32)
+        if which == "small":
+            return _timed(lambda: built_in.all_reduce(x, "float32").wait(), calls)
+        return _timed(lambda: built_in.all_reduce_compressed([x], [0], "int8")[0].wait(), calls)
 
-        run_rank(args.as_rank)
-        return 0
-    if reason := session.why_no_ringdp():
-        print(f"tune.py: {reason}", file=sys.stderr)
-        return 2
-    from ringdp.errors import RingError
-
-    try:
-        if "RANK" in os.environ:
-            run_under_launcher(args)
-        else:
-            run_here(args)
-    except (HostsError, RingError) as error:
-        print(f"tune.py: {error}", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"tune.py: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    of_limit: dict[str, Block] = {"fold_two_ranks_bytes": all_reduce}
+    if joined.world_size > 2:
+        of_limit = {
+            "fold_sent_bytes": all_reduce,
+            "flat_broadcast_bytes": broadcast,
+            "direct_gather_bytes": all_gather,
+        }
+    if len(set(hosts)) > 1:
+        of_limit["exact_bucket_bytes"] = exactly_or_as_codes
+    limits = {name: _ladder(joined, name, block) for name, block in of_limit.items()}
+    costs = {
+        "message_s": _medians(joined, all_reduce, ("small",), 4)[0],
+        "large_s": _medians(joined, all_reduce, ("large",), LARGE_BYTES)[0],
+        "add_s_per_byte": _add_s_per_byte(),
+    }
+    for group in (*groups.values(), built_in):
+        group.close()
+    joined.deliver({"hosts": hosts, "limits": limits, "costs": costs, "large_bytes": LARGE_BYTES})
+    runtime.shut_down()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _table(limit_bytes: int) -> Mapping[str, int]:
+    from ringdp.config.tuning import MEASURED_LIMITS
+
+    return dict.fromkeys(MEASURED_LIMITS, limit_bytes)
+
+
+def _ladder(joined: session.Joined, limit: str, block: Block) -> dict[int, list[float]]:
+    found = {}
+    for size in joined.settings["size_bytes"]:
+        joined.say(f"{limit}: {size} bytes")
+        found[size] = _medians(joined, block, ("small", "large"), size)
+    return found
+
+
+def _medians(joined: session.Joined, block: Block, names: Sequence[str], size: int) -> list[float]:
+    """Of all calls in `rounds` blocks of each, alternating, on the rank where it is largest, in seconds."""
+    trial_s = session.slowest(min(min(block(name, size, MIN_CALLS)) for name in names))
+    calls = max(MIN_CALLS, min(MAX_CALLS, int(joined.settings["block_s"] / trial_s)))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(joined.settings["rounds"]):
+        for name in names:
+            seconds[name] += block(name, size, calls)
+    return [session.slowest(statistics.median(seconds[name])) for name in names]
+
+
+def _add_s_per_byte() -> float:
+    """Adding a segment of 256 KiB to another, both in the cache."""
+    x, y = torch.zeros(65536), torch.zeros(65536)
+    return statistics.median(_timed(lambda: torch.add(x, y, out=x), 200)) / (4 * x.numel())
+
+
+def _timed(call: Callable[[], object], calls: int) -> list[float]:
+    seconds = []
+    for _ in range(calls):
+        start = perf_counter()
+        call()
+        seconds.append(perf_counter() - start)
+    return seconds

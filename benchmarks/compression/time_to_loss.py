@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """How long a model trains until its loss is what was asked for: RingDP with and without compression, and DDP.
 
-    sudo python benchmarks/time_to_loss.py --hosts 4 --rate 100mbit --modes ddp-gloo-fp16,ringdp-int8,ringdp-int4
-    sudo python benchmarks/time_to_loss.py … --modes ringdp-int4 --add-to loss.json    adds one mode to the file
-    sudo python benchmarks/time_to_loss.py --model resnet --steps 40 --hosts 4 --rate 100mbit --modes all
+    sudo python -m benchmarks time_to_loss --hosts 4 --rate 100mbit --modes ddp-gloo-fp16,ringdp-int8,ringdp-int4
+    sudo python -m benchmarks time_to_loss … --modes ringdp-int4 --add-to loss.json    adds one mode to the file
+    sudo python -m benchmarks time_to_loss --model resnet --steps 40 --hosts 4 --rate 100mbit --modes all
 
 `gpt`: the character GPT of examples/char_lm.py on its text, 0.8 M parameters, by AdamW. `resnet`: the ResNet-18 of
 examples/resnet.py on its digits, 11.2 M parameters, by SGD with momentum; the images are made smaller (`--pixels`), for
@@ -15,20 +14,25 @@ reach is the highest of those that the modes end with, unless `--loss` says othe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.lib import models
-from benchmarks.lib import session
-from benchmarks.compression import trainees
-from benchmarks.lib.measure import format_time, machine, table
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_time
+from benchmarks.training.modes import MODES, make_groups, wrap
+
+MODELS = ("gpt", "resnet")
+LR_FACTORS = {"ringdp-signsgd": 0.01}  # a sign is as large as a large gradient
 WINDOW = 20  # steps
 BASE = "ddp-gloo-fp16"  # what the others are compared with
 RESNET_MODES = (
@@ -41,9 +45,8 @@ RESNET_MODES = (
 )
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=trainees.MODELS, default="gpt", help="what is trained (default gpt)")
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="what is trained (default gpt)")
     parser.add_argument("--modes", default="ddp-gloo-fp16,ringdp-int8,ringdp-int4", help="of step.py's; all: many")
     parser.add_argument("--steps", type=int, default=200, help="of training, in each mode (default 200)")
     parser.add_argument("--width", type=int, help="of the GPT (128, 0.8 M parameters) or the ResNet (64)")
@@ -54,48 +57,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=WINDOW, help=f"steps that a loss is averaged over ({WINDOW})")
     parser.add_argument("--loss", type=float, help="the loss to reach")
     parser.add_argument("--add-to", metavar="FILE", help="as --json, keeping what other modes measured there")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    args.mode_names = list(RESNET_MODES) if args.modes == "all" else args.modes.split(",")
-    known = [name for name in models.MODES if not name.startswith("bare")]  # which does not train together
-    if unknown := [name for name in args.mode_names if name not in known]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}, or all")
-    if args.model == "gpt" and any(models.MODES[name].momentum_on_ranks for name in args.mode_names):
-        parser.error("the GPT is trained by AdamW: momentum on the ranks is for --model resnet")
+
+
+def check(args: argparse.Namespace) -> None:
+    known = [name for name in MODES if not name.startswith("bare")]  # which does not train together
+    args.modes = list(RESNET_MODES) if args.modes == "all" else session.chosen(args.modes, known)
+    if args.model == "gpt" and any(MODES[name].momentum_on_ranks for name in args.modes):
+        raise ValueError("the GPT is trained by AdamW: momentum on the ranks is for --model resnet")
     if not 0 < args.window <= args.steps:
-        parser.error(f"at least {args.window} steps are needed, and one")
-    args.place = session.place_of(parser, args)
-    return args
+        raise ValueError(f"at least {args.window} steps are needed, and one")
+    args.json = args.json or args.add_to
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in ("modes", "steps", "model", "lr", "window")}
+    return given | {"options": trainee_options(args)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Train in every mode. Raises Unavailable, HostsError, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    settings = {
-        "modes": args.mode_names,
-        "steps": args.steps,
-        "model": args.model,
-        "lr": args.lr,
-        "window": args.window,
-        "options": trainees.options(args),
-    }
-    with session.make_hosts(args.place) as hosts:
-        rows, quiet = session.run(__file__, settings, args.place, hosts=hosts, timeout_s=args.timeout)
-    path = Path(args.add_to) if args.add_to else None
-    if path is not None and path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in kept if row["mode"] not in args.mode_names] + rows
-    return {
-        "benchmark": "time_to_loss",
-        "machine": machine(),
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "settings": settings,
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "rows": rows,
-        "loss": args.loss if args.loss is not None else max(smooth(row["losses"], args.window)[-1] for row in rows),
-    }
+    before = Path(args.add_to) if args.add_to else None
+    kept = json.loads(before.read_text(encoding="utf-8"))["rows"] if before is not None and before.exists() else []
+    result = session.measured(sys.modules[__name__], "time_to_loss", args)
+    result["rows"] = [row for row in kept if row["mode"] not in args.modes] + result["rows"]
+    ends = [smooth(row["losses"], args.window)[-1] for row in result["rows"]]
+    return result | {"loss": args.loss if args.loss is not None else max(ends)}
 
 
 def smooth(losses: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -121,38 +107,96 @@ def report(result: dict[str, Any]) -> str:
         cells = [row["mode"], format_time(steps[-1] / len(steps)), f"{smooth(row['losses'], window)[-1]:.4f}"]
         cells += ["never" if took is None else format_time(took)]
         rows.append([*cells, f"{base / took:.2f}" if base and took else ""])
-    about = result["machine"]
     columns = ["mode", "step", "loss at the end", f"until {result['loss']:.4f}", f"faster than {BASE}"]
-    numel = result["rows"][0]["numel"]
-    lines = [
-        f"time to a loss, {result['settings']['model']}, {numel:,} parameters, {result['place']['words']}",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-        "",
-        table(columns, rows),
-        "",
-        result["quiet"]["words"],
-    ]
-    return "\n".join([*lines, *(f"WARNING: {it}" for it in result["quiet"]["warnings"])])
+    title = f"time to a loss, {result['settings']['model']}, {result['rows'][0]['numel']:,} parameters"
+    return session.report_table(result, title, columns, rows)
 
 
-def run_rank(path: str) -> None:
-    joined = session.join(path)
-    from benchmarks.training.step_rank import make_groups
+# What is trained.
 
+
+@dataclasses.dataclass(frozen=True)
+class Trainee:
+    """A model with the same weights on all ranks.
+
+    Attributes:
+        module: the model.
+        loss: of a wrapped model on this rank's next batch.
+        optimizer: for a wrapped model.
+        clip: the largest norm of the averaged gradient; None: any.
+    """
+
+    module: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    clip: float | None
+
+
+def trainee_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `make` needs, of the options."""
+    if args.model == "gpt":
+        batch_size = args.batch_size or 4
+        return {"width": args.width or 128, "layers": args.layers, "batch_size": batch_size, "steps": args.steps}
+    return {"width": args.width or 64, "batch_size": args.batch_size or 8, "pixels": args.pixels}
+
+
+def make(model: str, chosen: dict[str, Any], rank: int, lr: float | None) -> Trainee:
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(rank)
+    return _gpt(chosen, draw, lr) if model == "gpt" else _resnet(draw=draw, lr=lr, **chosen)
+
+
+def _gpt(chosen: dict[str, Any], draw: torch.Generator, lr: float | None) -> Trainee:
+    from benchmarks.compression.quality_runs import gpt_loss, gpt_options, text, windows_of
+    from examples.char_lm import GPT
+
+    of_example = gpt_options(**chosen)
+    training, _, alphabet = text()
+
+    def optimizer(model: nn.Module, *, momentum_on_ranks: bool) -> torch.optim.Optimizer:
+        assert not momentum_on_ranks
+        return torch.optim.AdamW(model.parameters(), lr=lr or of_example.lr, betas=(0.9, 0.95))
+
+    def loss(model: nn.Module) -> Tensor:
+        return gpt_loss(model, windows_of(training, of_example, draw))
+
+    return Trainee(GPT(alphabet, of_example), loss, optimizer, 1.0)
+
+
+def _resnet(*, draw: torch.Generator, lr: float | None, width: int, batch_size: int, pixels: int) -> Trainee:
+    from examples.resnet import ResNet18, load_digits, prepared, shifted
+
+    images, labels = load_digits(0)[0].tensors
+
+    def optimizer(model: nn.Module, *, momentum_on_ranks: bool) -> torch.optim.Optimizer:
+        from benchmarks.compression.quality_runs import exact_names, sgd_groups
+
+        bare = getattr(model, "module", model)
+        return torch.optim.SGD(sgd_groups(bare, momentum_on_ranks, exact_names(bare)), lr=lr or 0.05)
+
+    def loss(model: nn.Module) -> Tensor:
+        rows = torch.randint(len(labels), (batch_size,), generator=draw)
+        x = nn.functional.adaptive_avg_pool2d(prepared(shifted(images[rows], draw)), pixels)
+        return nn.functional.cross_entropy(model(x), labels[rows])
+
+    return Trainee(ResNet18(width), loss, optimizer, None)
+
+
+# What each rank does.
+
+
+def run_rank(joined: session.Joined) -> None:
     groups = make_groups(joined.settings["modes"])
-    joined.deliver([_train(joined, name, groups[models.MODES[name].backend]) for name in joined.settings["modes"]])
+    joined.deliver([_train(joined, name, groups[MODES[name].backend]) for name in joined.settings["modes"]])
 
 
 def _train(joined: session.Joined, name: str, group: Any) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    from benchmarks.training.step_rank import wrap
 
-    mode, settings = models.MODES[name], joined.settings
-    trainee = trainees.make(settings["model"], settings["options"], joined.rank, settings["lr"])
+    mode, settings = MODES[name], joined.settings
+    trainee = make(settings["model"], settings["options"], joined.rank, settings["lr"])
     model = wrap(mode, trainee.module, group)
     optimizer = trainee.optimizer(model, momentum_on_ranks=mode.momentum_on_ranks)
-    highest = [group_of["lr"] * trainees.LR_FACTORS.get(name, 1.0) for group_of in optimizer.param_groups]
+    highest = [group_of["lr"] * LR_FACTORS.get(name, 1.0) for group_of in optimizer.param_groups]
     losses, seconds = [], []
     for _ in range(2):  # buckets are shaped, connections warm; the weights stay
         trainee.loss(model).backward()
@@ -174,15 +218,3 @@ def _train(joined: session.Joined, name: str, group: Any) -> dict[str, Any]:
     losses, seconds = (everyone / joined.world_size).tolist()
     numel = sum(it.numel() for it in trainee.module.parameters())
     return {"mode": name, "numel": numel, "losses": losses, "seconds": seconds}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if args.as_rank:
-        run_rank(args.as_rank)
-        return 0
-    return session.command_line(args, measure, report, json_path=args.json or args.add_to)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """The CUDA kernels on one GPU, beside a device-to-device copy in the same rounds: GB moved a second.
 
-    python benchmarks/gpu_kernels.py                       all kernels on 25 M and 124 M elements
-    python benchmarks/gpu_kernels.py --elements 25m --codecs int8 --rounds 51
+    python -m benchmarks gpu_kernels                       all kernels on 25 M and 124 M elements
+    python -m benchmarks gpu_kernels --elements 25m --codecs int8 --rounds 51
 
 Bytes moved are those a kernel has to read and write: float32 elements, residuals, codes. Results are compared with the
 CPU's codecs and with torch before anything is timed. Every round runs each kernel once between two CUDA events, first
@@ -14,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.lib import command
-from benchmarks.lib.measure import codec_names, machine, table
+from benchmarks.lib import session
+from benchmarks.lib.measure import codec_names
+from benchmarks.lib.ranks import Failed, Unavailable
 
 RANKS = 4  # of a fold
 AIM = 0.8  # of a copy, every pass of a codec
@@ -29,14 +28,6 @@ SELECT_AIM = 5.0  # times faster than torch.topk
 SELECTED = 0.01
 
 CODECS = codec_names()
-
-
-class NoGpu(RuntimeError):
-    """They cannot be measured here; the message says why."""
-
-
-class WrongResult(RuntimeError):
-    """A kernel's result is not the CPU's."""
 
 
 @dataclass(frozen=True)
@@ -59,41 +50,34 @@ def parse_elements(text: str) -> int:
     return int(digits) * (10**6 if word.endswith("m") else 1)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {', '.join(CODECS)}")
     parser.add_argument("--elements", default="25m,124m", help="sizes, m for a million (default 25m,124m)")
     parser.add_argument("--rounds", type=int, default=31, help="times each kernel is timed (default 31)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    args = parser.parse_args(argv)
-    args.codec_names = args.codecs.split(",")
-    if unknown := [name for name in args.codec_names if name not in CODECS]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(CODECS)}")
-    try:
-        args.counts = [parse_elements(word) for word in args.elements.split(",")]
-    except ValueError as error:
-        parser.error(str(error))
-    if args.rounds < 1:
-        parser.error("at least one round is needed")
-    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    args.codecs = session.chosen(args.codecs, CODECS)
+    args.counts = [parse_elements(word) for word in args.elements.split(",")]
+    session.at_least(1, rounds=args.rounds)
 
 
 def need_kernels() -> Any:
-    """ringdp._C. Raises NoGpu in words."""
+    """ringdp._C. Raises Unavailable in words."""
     import torch
 
     if not torch.cuda.is_available():
-        raise NoGpu(f"torch {torch.__version__} sees no CUDA device: the kernels run on a GPU only")
+        raise Unavailable(f"torch {torch.__version__} sees no CUDA device: the kernels run on a GPU only")
     from ringdp import _C
 
     if not _C.cuda_kernels():
-        raise NoGpu("this build of ringdp has no CUDA kernels: build it where torch has CUDA and nvcc fits it")
+        raise Unavailable("this build of ringdp has no CUDA kernels: build it where torch has CUDA and nvcc fits it")
     return _C
 
 
 def expect(right: bool, what: str) -> None:
     if not right:
-        raise WrongResult(f"{what}: the GPU's result is not the CPU's, so nothing is timed")
+        raise Failed(f"{what}: the GPU's result is not the CPU's, so nothing is timed")
 
 
 def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
@@ -122,25 +106,13 @@ def codec_cases(kernels: Any, codec: str, x: Any) -> Iterator[Case]:
     expect(torch.equal(folded.cpu(), kernels.codec_compress(codec, mean)), f"{codec}, fold")
 
     codes, floats = [code], 4 * n
-    yield Case(codec, "encode", floats + size, lambda: kernels.cuda_encode(codec, [x], codes), AIM)
-    yield Case(
-        codec, "encode+feedback", 3 * floats + size, lambda: kernels.cuda_encode(codec, [x], codes, feedback), AIM
-    )
+    fold = partial(kernels.cuda_reduce_codes, codec, [x], [sources], [folded], 0, float(RANKS))
+    encode = partial(kernels.cuda_encode, codec, [x], codes)
+    yield Case(codec, "encode", floats + size, encode, AIM)
+    yield Case(codec, "encode+feedback", 3 * floats + size, partial(encode, feedback), AIM)
     yield Case(codec, "decode", floats + size, lambda: kernels.cuda_decode_set(codec, [out], codes), AIM)
-    yield Case(
-        codec,
-        f"fold of {RANKS}",
-        floats + RANKS * size,
-        lambda: kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS)),
-        AIM,
-    )
-    yield Case(
-        codec,
-        f"fold of {RANKS}+feedback",
-        3 * floats + RANKS * size,
-        lambda: kernels.cuda_reduce_codes(codec, [x], [sources], [folded], 0, float(RANKS), feedback),
-        AIM,
-    )
+    yield Case(codec, f"fold of {RANKS}", floats + RANKS * size, fold, AIM)
+    yield Case(codec, f"fold of {RANKS}+feedback", 3 * floats + RANKS * size, partial(fold, feedback), AIM)
 
 
 def other_cases(kernels: Any, x: Any) -> Iterator[Case]:
@@ -216,23 +188,17 @@ def rows_of(count: int, cases: Sequence[Case], seconds: Sequence[Sequence[float]
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What was measured so far, after each type. Raises NoGpu, WrongResult."""
+    """What was measured so far, after each type. Raises Unavailable, Failed."""
     kernels = need_kernels()
     import torch
 
     rows: list[dict[str, Any]] = []
-    result = {
-        "benchmark": "gpu_kernels",
-        "machine": machine(),
-        "gpu": torch.cuda.get_device_name(),
-        "rounds": args.rounds,
-        "rows": rows,
-    }
+    result = session.result_of("gpu_kernels", None, gpu=torch.cuda.get_device_name(), rounds=args.rounds, rows=rows)
     for count in args.counts:
         x = torch.randn(count, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * 1e-3
         copied = torch.empty_like(x)
         copy = Case("float32", "copy", 8 * count, partial(copied.copy_, x))
-        for codec in args.codec_names:  # one at a time, for the memory's sake
+        for codec in args.codecs:  # one at a time, for the memory's sake
             cases = [copy, *codec_cases(kernels, codec, x)]
             rows += list(rows_of(count, cases, time_rounds(cases, args.rounds)))[1:]
             yield result
@@ -245,35 +211,12 @@ def report(result: dict[str, Any]) -> str:
     cells = []
     for row in result["rows"]:
         aimed = row["over_topk"] if row["over_topk"] is not None else row["over_copy"]
-        cells.append(
-            [
-                f"{row['elements'] / 1e6:g} M",
-                row["type"],
-                row["kernel"],
-                f"{row['seconds'] * 1e6:.0f}",
-                f"{row['bytes_moved'] / row['seconds'] / 1e9:.0f}",
-                f"{row['over_copy']:.2f}",
-                "" if row["over_topk"] is None else f"{row['over_topk']:.1f}",
-                "" if row["aim"] is None else f"{row['aim']:g}",
-                "" if row["aim"] is None else "reached" if aimed >= row["aim"] else "MISSED",
-            ]
-        )
+        cell = [f"{row['elements'] / 1e6:g} M", row["type"], row["kernel"], f"{row['seconds'] * 1e6:.0f}"]
+        cell += [f"{row['bytes_moved'] / row['seconds'] / 1e9:.0f}", f"{row['over_copy']:.2f}"]
+        cell += ["" if row["over_topk"] is None else f"{row['over_topk']:.1f}"]
+        aim = row["aim"]
+        cell += ["", ""] if aim is None else [f"{aim:g}", "reached" if aimed >= aim else "MISSED"]
+        cells.append(cell)
     columns = ["elements", "type", "kernel", "µs", "GB/s", "/ copy", "topk /", "aim", ""]
-    return "\n".join(
-        [
-            f"CUDA kernels on {result['gpu']}, medians of {result['rounds']} rounds; GB moved a second",
-            "",
-            table(columns, cells),
-        ]
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    return command.run_growing(
-        lambda: measure(args), report, json_path=args.json, cannot=(NoGpu,), failed=(WrongResult,)
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    title = f"CUDA kernels on {result['gpu']}, medians of {result['rounds']} rounds; GB moved a second"
+    return session.report_table(result, title, columns, cells)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from benchmarks.lib.models import Gpt, Task, classify
 from torch import Tensor, nn
 from torch.nn import functional
+
+from benchmarks.lib.models import Gpt, Task, classify
 
 
 class Bottleneck(nn.Module):

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """All-reduce of GPU tensors through pinned memory and the ring, against what bounds it, measured in the same run.
 
-    python benchmarks/staging.py --ranks 2 --sizes 1m,25m,100m --json out.json
+    python -m benchmarks staging --ranks 2 --sizes 1m,25m,100m --json out.json
 
 All ranks share the machine's GPUs, by their local rank. For each size: a copy to pinned memory and one back, all ranks
 at once; the all-reduce of a CPU tensor over `ring`; and that of a GPU tensor, which copies, exchanges and adds piece by
@@ -12,85 +11,54 @@ are checked before anything is timed. A time is that of the slowest rank, the me
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.lib import session
-from benchmarks.lib.measure import Summary, format_size, format_time, machine, parse_size, table
+from benchmarks.lib.measure import Summary, format_size, format_time, parse_size
+from benchmarks.lib.ranks import Failed, Unavailable
 
 BOUNDS = ("to the host", "to the GPU", "CPU ring")
 STAGED = "GPU through ring"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="1m,25m,100m", help="bytes to reduce, comma-separated")
     parser.add_argument("--calls", type=int, default=30, help="timed calls of each kind and size (default 30)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    try:
-        args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
-        args.place = session.place_of(parser, args)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.calls < 1 or any(size < 4 or size % 4 for size in args.size_bytes):
-        parser.error("at least one call is needed, and sizes that are positive multiples of 4 bytes")
+
+
+def check(args: argparse.Namespace) -> None:
+    args.size_bytes = [parse_size(word) for word in args.sizes.split(",")]
+    session.at_least(1, calls=args.calls)
+    if any(size < 4 or size % 4 for size in args.size_bytes):
+        raise ValueError("sizes must be positive multiples of 4 bytes")
     if args.place.hosts:
-        parser.error("the ranks are on one host here: leave --hosts out")
-    return args
+        raise ValueError("the ranks are on one host here: leave --hosts out")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    import torch
-
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        raise session.Unavailable("there is no GPU here that torch can use: nothing is staged")
-    settings = {"size_bytes": args.size_bytes, "calls": args.calls}
-    rows, quiet = session.run(__file__, settings, args.place, hosts=None, timeout_s=args.timeout)
-    return {
-        "benchmark": "staging",
-        "machine": machine() | {"gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count()},
-        "place": asdict(args.place) | {"words": str(args.place)},
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "rows": rows,
-    }
+        raise Unavailable("there is no GPU here that torch can use: nothing is staged")
+    return {"size_bytes": args.size_bytes, "calls": args.calls}
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result as text."""
-    about = result["machine"]
     rows = []
     for row in result["rows"]:
         cells = [format_size(row["size_bytes"])] + [format_time(row["median_s"][name]) for name in (*BOUNDS, STAGED)]
         rows.append([*cells, f"{row['share']:.0%}"])
-    lines = [
-        f"all-reduce of GPU tensors, float32, SUM, {result['place']['words']}, {about['gpus']} x {about['gpu']}",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-        "",
-        table(["size", *BOUNDS, STAGED, "of the slowest bound"], rows),
-        "",
-        result["quiet"]["words"],
-    ]
-    return "\n".join(lines + [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]])
+    title = f"all-reduce of GPU tensors, float32, SUM, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return session.report_table(result, title, ["size", *BOUNDS, STAGED, "of the slowest bound"], rows)
 
 
-def run_rank(path: str) -> None:
-    joined = session.join(path)
-    import torch
-    import torch.distributed as dist
-
-    import ringdp  # noqa: F401  # registers the backend
-
+def run_rank(joined: session.Joined) -> None:
     device = torch.device("cuda", joined.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    group = dist.new_group(backend="ring")
+    group = session.ring_group()
 
     def slowest(call: Callable[[], None]) -> float:
         """The median of so many calls on the slowest rank, all ranks starting together each time."""
@@ -102,9 +70,7 @@ def run_rank(path: str) -> None:
             call()
             torch.cuda.synchronize(device)
             seconds.append(perf_counter() - start)
-        median = torch.tensor([Summary.of(seconds[2:]).median_s], dtype=torch.float64)
-        dist.all_reduce(median, op=dist.ReduceOp.MAX)
-        return float(median)
+        return session.slowest(Summary.of(seconds[2:]).median_s)
 
     rows = []
     for size_bytes in joined.settings["size_bytes"]:
@@ -114,7 +80,7 @@ def run_rank(path: str) -> None:
         dist.all_reduce(on_gpu, group=group)
         total = (source - joined.rank) * joined.world_size + sum(range(joined.world_size))
         if not (torch.equal(on_host, total) and torch.equal(on_gpu.cpu(), total)):
-            raise RuntimeError(f"a wrong sum on rank {joined.rank}; nothing is timed")
+            raise Failed(f"a wrong sum on rank {joined.rank}; nothing is timed")
         on_host.zero_()
         on_gpu.zero_()  # sums of zeros stay what they are, however often they are taken
 
@@ -134,15 +100,6 @@ def run_rank(path: str) -> None:
         median_s = {name: slowest(call) for name, call in zip((*BOUNDS, STAGED), calls, strict=True)}
         share = max(median_s[name] for name in BOUNDS) / median_s[STAGED]
         rows.append({"size_bytes": size_bytes, "median_s": median_s, "share": share})
-        if joined.rank == 0:
-            figures = ", ".join(f"{name} {format_time(seconds)}" for name, seconds in median_s.items())
-            print(f"… {format_size(size_bytes)}: {figures}", file=sys.stderr, flush=True)
+        figures = ", ".join(f"{name} {format_time(seconds)}" for name, seconds in median_s.items())
+        joined.say(f"{format_size(size_bytes)}: {figures}")
     joined.deliver(rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return session.main(parse(argv), run_rank, measure, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """A training step on one GPU over NCCL: RingDP beside torch's DDP, which is what one rank can tell of them.
 
-    python benchmarks/gpu_step.py                        ResNet-50 and GPT-2, then the wrappers alone, then AMP
-    python benchmarks/gpu_step.py --models gpt2 --json out.json
+    python -m benchmarks gpu_step                        ResNet-50 and GPT-2, then the wrappers alone, then AMP
+    python -m benchmarks gpu_step --models gpt2 --json out.json
 
 Three tables. `step`: a whole training step, blocks of steps alternating between the modes, medians. `host`: how long
 the host is busy with a backward whose gradients cost nothing, beyond the same without a wrapper: hooks, buckets,
@@ -16,47 +15,33 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.lib import command
 import torch
 import torch.distributed as dist
-from benchmarks.gpu.models import MODULES, GradientsAlone, make
-from benchmarks.lib.measure import format_time, table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
+from benchmarks.gpu.models import MODULES, GradientsAlone, make
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_time, table
+from benchmarks.lib.ranks import Failed, Unavailable
 
 MODES = ("bare", "ddp", "ringdp")
 LARGEST_ERROR = 1e-2  # of the parameters' change in three steps: TF32 and atomics round as they like
 
 
-class NoNccl(RuntimeError):
-    """A step over NCCL cannot be measured here; the message says why."""
-
-
-class OtherModel(RuntimeError):
-    """DDP and RingDP trained different models."""
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(MODULES), help=f"of {', '.join(MODULES)}")
     parser.add_argument("--rounds", type=int, default=9, help="blocks of steps for each mode (default 9)")
     parser.add_argument("--steps", type=int, default=10, help="steps of a block (default 10)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    args = parser.parse_args(argv)
-    args.names = args.models.split(",")
-    if unknown := [name for name in args.names if name not in MODULES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(MODULES)}")
-    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    args.models = session.chosen(args.models, tuple(MODULES))
 
 
 def wrapped(module: nn.Module, mode: str, *, view: bool = True) -> nn.Module:
@@ -83,7 +68,7 @@ def alternate(steps: dict[str, Callable[[], float]], rounds: int, count: int) ->
 
 
 def trained_alike(name: str, device: torch.device) -> None:
-    """Raises OtherModel where three steps of DDP and RingDP end with different parameters."""
+    """Raises Failed where three steps of DDP and RingDP end with different parameters."""
     ends = []
     for mode in ("ddp", "ringdp"):
         task = make(name, device)
@@ -98,7 +83,7 @@ def trained_alike(name: str, device: torch.device) -> None:
     error = sum(float((a - b).norm()) ** 2 for a, b in zip(*ends, strict=True)) ** 0.5
     size = sum(float(a.norm()) ** 2 for a in ends[0]) ** 0.5
     if not error <= LARGEST_ERROR * size:
-        raise OtherModel(f"{name}: DDP and RingDP trained different models ({error / size:.2g}); its step is not timed")
+        raise Failed(f"{name}: DDP and RingDP trained different models ({error / size:.2g}); its step is not timed")
 
 
 def whole_step(name: str, mode: str, device: torch.device) -> Callable[[], float]:
@@ -195,36 +180,36 @@ def measure_amp(name: str, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What was measured so far, after each row. Raises NoNccl, and OtherModel once the rest was measured."""
+    """What was measured so far, after each row. Raises Unavailable, and Failed once the rest was measured."""
     if not torch.cuda.is_available():
-        raise NoNccl("torch sees no CUDA device")
+        raise Unavailable("torch sees no CUDA device")
     ringdp.init(rank=0, world_size=1)
     try:
         device = ringdp.device()
         if "cuda:nccl" not in dist.get_backend_config():
-            raise NoNccl(f"CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
-        result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__}
-        result |= {"step": [], "host": [], "amp": []}
+            raise Unavailable(f"CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
+        about = {"gpu": torch.cuda.get_device_name(device), "step": [], "host": [], "amp": []}
+        result = session.result_of("gpu_step", None, **about)
         different: list[str] = []
-        for name in args.names:
+        for name in args.models:
             try:
                 result["step"].append(measure_step(name, device, args.rounds, args.steps))
-            except OtherModel as error:
+            except Failed as error:
                 different.append(str(error))
             torch.cuda.empty_cache()
             result["host"].append(measure_host(name, device, args.rounds, args.steps))
             yield result
-        for row in measure_amp(args.names[-1], device):
+        for row in measure_amp(args.models[-1], device):
             result["amp"].append(row)
             yield result
         if different:
-            raise OtherModel("; ".join(different))
+            raise Failed("; ".join(different))
     finally:
         ringdp.shutdown()
 
 
 def report(result: dict[str, Any]) -> str:
-    lines = [f"one rank over NCCL on {result['gpu']}, torch {result['torch']}", "", "step: the whole of it"]
+    lines = ["step: the whole of it"]
     rows = [
         [row["model"], *(format_time(row[mode]) for mode in MODES), f"{row['ringdp'] / row['ddp']:.4f}", "1.01"]
         for row in result["step"]
@@ -240,15 +225,4 @@ def report(result: dict[str, Any]) -> str:
     for row in result["amp"]:
         rows.append([row["mode"], f"{row['kernels']:.0f}", format_time(row["busy_s"]), f"{row['passes']:.2f}"])
     lines.append(table(["mode", "kernels and copies", "time", "passes over the gradients"], rows))
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    return command.run_growing(
-        lambda: measure(args), report, json_path=args.json, cannot=(NoNccl,), failed=(OtherModel,)
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return session.text(result, f"one rank over NCCL on {result['gpu']}", "\n".join(lines))

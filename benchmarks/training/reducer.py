@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """What the wrapper itself costs the host in a training step: torch's DDP and RingDP, in one process, without a wire.
 
-    python benchmarks/reducer.py                                1,000 parameters of 16 elements, all modes
-    python benchmarks/reducer.py --parameters 600 --elements 1024 --modes ddp-view,ringdp --json out.json
+    python -m benchmarks reducer                                1,000 parameters of 16 elements, all modes
+    python -m benchmarks reducer --parameters 600 --elements 1024 --modes ddp-view,ringdp --json out.json
 
 Two cases. `alone` is a job of one rank: DDP on gloo does there what it always does, RingDP on ring has nobody to agree
 with and leaves the gradients to autograd. `reducer` is what both do when there are others: a group of two of which one
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -36,8 +34,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.lib import command, session
-from benchmarks.lib.measure import Quiet, Summary, format_time, machine, percentile, table
+from benchmarks.lib import session
+from benchmarks.lib.measure import Quiet, Summary, format_time, percentile
+from benchmarks.lib.ranks import Failed
 
 CASES = ("alone", "reducer")
 MODES = (
@@ -48,27 +47,18 @@ PHASES = ("step", "forward", "backward")
 CHECKED_STEPS = 3
 
 
-class WrongResult(RuntimeError):
-    """A mode gave other gradients than the bare module; its times would mean nothing."""
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--modes", default=",".join(MODES), help="see above; the bare module is always measured")
     parser.add_argument("--parameters", type=int, default=1000, help="how many (default 1000)")
     parser.add_argument("--elements", type=int, default=16, help="of each (default 16)")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of steps for each mode (default 30)")
     parser.add_argument("--steps", type=int, default=5, help="timed in a block (default 5)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    args = parser.parse_args(argv)
-    args.case_names, args.mode_names = args.cases.split(","), args.modes.split(",")
-    for given, known in ((args.case_names, CASES), (args.mode_names, MODES)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(known)}")
-    if min(args.rounds, args.steps, args.parameters, args.elements) < 1:
-        parser.error("--rounds, --steps, --parameters and --elements are at least 1")
-    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    args.cases, args.modes = session.chosen(args.cases, CASES), session.chosen(args.modes, MODES)
+    session.at_least(1, rounds=args.rounds, steps=args.steps, parameters=args.parameters, elements=args.elements)
 
 
 def settings_of(mode: str) -> dict[str, Any]:
@@ -155,15 +145,15 @@ def check(mode: str, one: Measured, bare: Measured) -> None:
     pairs = zip(one.module.parameters(), bare.module.parameters(), strict=True)
     for number, (mine, right) in enumerate(pairs):
         if mine.grad is None or right.grad is None or not torch.equal(mine.grad, right.grad):
-            raise WrongResult(f"{mode}: the gradient of parameter {number} is not the bare module's; nothing is timed")
+            raise Failed(f"{mode}: the gradient of parameter {number} is not the bare module's; nothing is timed")
 
 
 def measure_case(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per mode. Raises WrongResult."""
+    """One row per mode. Raises Failed."""
     x = torch.arange(1.0, args.parameters * args.elements + 1).view(args.parameters, args.elements)
     measured = {"bare": Measured(Rows(args.parameters, args.elements), x)}
     with groups(case) as group:
-        for mode in args.mode_names:
+        for mode in args.modes:
             module = Rows(args.parameters, args.elements)
             wrapped = wrap(mode, module, group[mode.split("-")[0]], hooked=case == "reducer")
             measured[mode] = Measured(wrapped, x)
@@ -187,7 +177,7 @@ def row(case: str, mode: str, one: Measured, bare: Measured) -> dict[str, Any]:
     return result
 
 
-def add_derived(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def add_over_ddp(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with `over_ddp`, where DDP with the same settings was measured and cost something."""
     added = {(one["case"], one["mode"]): one["step_added_s"] for one in rows}
     result = []
@@ -201,21 +191,14 @@ def add_derived(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, WrongResult."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
+    """Run everything and return what `--json` writes. Raises Unavailable, Failed."""
+    session.need_ringdp()
     torch.set_num_threads(1)
     quiet = Quiet.start()
-    rows = [one for case in args.case_names for one in measure_case(case, args)]
+    rows = [one for case in args.cases for one in measure_case(case, args)]
     quiet.stop(ranks_s=sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    return {
-        "benchmark": "reducer",
-        "machine": machine(),
-        "parameters": args.parameters,
-        "elements": args.elements,
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "rows": add_derived(rows),
-    }
+    about = {"parameters": args.parameters, "elements": args.elements}
+    return session.result_of("reducer", quiet, **about, rows=add_over_ddp(rows))
 
 
 def report(result: dict[str, Any]) -> str:
@@ -232,29 +215,5 @@ def report(result: dict[str, Any]) -> str:
         cells += [format_time(one[f"{phase}_added_s"]) for phase in ("forward", "backward")]
         cells += [f"{one['over_ddp']:.2f}" if "over_ddp" in one else ""]
         rows.append(cells)
-    about = result["machine"]
-    lines = [
-        f"the wrapper's own work per step, {result['parameters']} parameters of {result['elements']} elements",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}, torch {about['torch']}",
-        "",
-        table(columns, rows),
-        "",
-        result["quiet"]["words"],
-    ]
-    lines += [f"WARNING: {warning}" for warning in result["quiet"]["warnings"]]
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    return command.run(
-        lambda: measure(args),
-        report,
-        json_path=args.json,
-        cannot=(session.Unavailable,),
-        failed=(WrongResult,),
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    size = f"{result['parameters']} parameters of {result['elements']} elements"
+    return session.report_table(result, f"the wrapper's own work per step, {size}", columns, rows)
