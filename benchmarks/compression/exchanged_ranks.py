@@ -1,6 +1,6 @@
 """n ranks in one process, the whole model as one bucket, through the very exchange: for every kind of compressor.
 
-`simulated_ranks.py` has a shorter way for codes of blocks; the tests hold both against `ringdp.testing.simulate`.
+The tests hold it against `ringdp.testing.simulate`.
 """
 
 from __future__ import annotations

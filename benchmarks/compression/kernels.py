@@ -1,13 +1,12 @@
-#!/usr/bin/env python3
-"""The codecs' loops on one core, from memory, beside memcpy in the same rounds: GB of float32 gradient a second.
+"""The codecs' loops and top-k's choice on one core, from memory, beside memcpy in the same rounds: GB of float32 gradient a second.
 
-    python benchmarks/kernels.py                        all codecs, the best instruction set of this processor
-    python benchmarks/kernels.py --isa avx2 --size 256m
+    python -m benchmarks kernels                        all codecs, the best instruction set of this processor
+    python -m benchmarks kernels --isa avx2 --size 256m
 
 Compiled from the codecs' sources with setup.py's flags (kernels.cpp), in build/benchmarks. Every round takes each pass
 once over `--size` bytes of float32, in segments of 64 Ki elements as the engine does; codes lie in memory, too.
 Medians; a ratio is the median of those to the same round's memcpy, which reads and writes what a pass only reads
-(compress) or only writes (decode).
+(compress) or only writes (decode). Top-k's choice is timed beside memcpy and torch.topk of the same elements.
 """
 
 from __future__ import annotations
@@ -16,16 +15,20 @@ import argparse
 import ctypes
 import statistics
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from benchmarks.lib import command
-from benchmarks.collectives.ceiling import compiler
-from benchmarks.lib.measure import Quiet, codec_names, format_size, machine, parse_size, table
+import torch
+from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.collectives.ceiling import compiler
+from benchmarks.lib import session
+from benchmarks.lib.measure import Quiet, codec_names, format_size, parse_size
+from benchmarks.lib.ranks import ROOT, Failed, Unavailable
+from ringdp.compression import Info, TopK
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CSRC = ROOT / "ringdp" / "csrc"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")  # setup.py's
@@ -40,44 +43,39 @@ WANTED = {  # times memcpy
 }
 
 
-class KernelsUnavailable(RuntimeError):
-    """They cannot be measured here; the message says why."""
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codecs", default=",".join(CODECS), help=f"of {', '.join(CODECS)}")
     parser.add_argument("--size", default="128m", help="bytes of float32 (default 128m)")
     parser.add_argument("--rounds", type=int, default=11, help="times each pass is taken (default 11)")
     parser.add_argument("--isa", default="", help="scalar, avx2 or avx512; the best without it")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    args = parser.parse_args(argv)
-    args.codec_names = args.codecs.split(",")
-    if unknown := [name for name in args.codec_names if name not in CODECS]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(CODECS)}")
-    try:
-        args.size_bytes = parse_size(args.size)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.rounds < 1 or args.size_bytes < 4:
-        parser.error("at least one round and four bytes are needed")
-    return args
+    parser.add_argument(
+        "--fraction", type=float, default=0.01, help="of the elements that top-k chooses (default 0.01)"
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    args.codecs = session.chosen(args.codecs, CODECS)
+    args.size_bytes = parse_size(args.size)
+    session.at_least(1, rounds=args.rounds)
+    session.at_least(4, size=args.size_bytes)
+    if not 0 < args.fraction <= 1:
+        raise ValueError("--fraction must be above 0 and at most 1")
 
 
 def build() -> ctypes.CDLL:
-    """Compile what is newer than the library. Raises KernelsUnavailable."""
+    """Compile what is newer than the library. Raises Unavailable."""
     sources = [SOURCE, *(path for folder in ("base", "kernels", "codec") for path in sorted((CSRC / folder).iterdir()))]
     library = ROOT / "build" / "benchmarks" / "kernels.so"
     if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         found = compiler()
         if found is None:
-            raise KernelsUnavailable("no C++ compiler: install g++, or name one in CXX")
+            raise Unavailable("no C++ compiler: install g++, or name one in CXX")
         library.parent.mkdir(parents=True, exist_ok=True)
         words = [found, *FLAGS, "-shared", "-fPIC", "-pthread", f"-I{CSRC}", "-o", str(library)]
         files = [str(path) for path in sources if path.suffix == ".cpp"]
         done = subprocess.run([*words, *files], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise KernelsUnavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
+            raise Unavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
     loaded = ctypes.CDLL(str(library))
     loaded.kernels_select.argtypes, loaded.kernels_select.restype = [ctypes.c_char_p], ctypes.c_bool
     loaded.kernels_best.restype = ctypes.c_char_p
@@ -90,31 +88,77 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     loaded = build()
     isa = args.isa or loaded.kernels_best().decode()
     if not loaded.kernels_select(isa.encode()):
-        raise KernelsUnavailable(f"this processor has no {isa}")
+        raise Unavailable(f"this processor has no {isa}")
     quiet, rows = Quiet.start(), []
     count = args.size_bytes // 4
-    for name in args.codec_names:
+    for name in args.codecs:
         seconds = (ctypes.c_double * (args.rounds * len(PASSES)))()
         loaded.kernels_time(name.encode(), count, args.rounds, seconds)
         rounds = [seconds[i : i + len(PASSES)] for i in range(0, len(seconds), len(PASSES))]
         for index, word in enumerate(PASSES):
-            rows.append(
-                {
-                    "codec": name,
-                    "pass": word,
-                    "bytes_per_s": 4 * count / statistics.median(one[index] for one in rounds),
-                    "over_memcpy": statistics.median(one[0] / one[index] for one in rounds),
-                }
-            )
+            over = statistics.median(one[0] / one[index] for one in rounds)
+            seconds_s = statistics.median(one[index] for one in rounds)
+            rows.append({"codec": name, "pass": word, "bytes_per_s": 4 * count / seconds_s, "over_memcpy": over})
+    rows += measure_selection(count, args.fraction, args.rounds)
     quiet.stop(ranks_s=0.0)
-    return {
-        "benchmark": "kernels",
-        "machine": machine(),
-        "isa": isa,
-        "size_bytes": args.size_bytes,
-        "quiet": quiet.as_dict() | {"words": str(quiet)},
-        "rows": rows,
-    }
+    return session.result_of("kernels", quiet, isa=isa, size_bytes=args.size_bytes, rows=rows)
+
+
+# The choice of top-k: residual added, threshold followed, code written, new residual written.
+
+
+class Selection:
+    """One parameter's, step by step, with two residuals that take turns."""
+
+    def __init__(self, x: Tensor, fraction: float) -> None:
+        self.x, self.compressor = x, TopK(fraction)
+        self.residuals = [torch.zeros_like(x), torch.zeros_like(x)]
+        self.info = Info(name="x", shape=tuple(x.shape), numel=x.numel(), state={})
+
+    def step(self) -> Tensor:
+        (code,), left = self.compressor.compress_with_residual(self.x, self.residuals[0], self.info, self.residuals[1])
+        self.residuals = [left, self.residuals[0]]
+        return code
+
+
+def measure_selection(count: int, fraction: float, rounds: int) -> list[dict[str, Any]]:
+    """Rows of ringdp's choice, torch.topk and memcpy. Raises Failed."""
+    torch.set_num_threads(1)
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    wanted = max(1, round(fraction * count))
+    check_selection(x, fraction, wanted)
+    selection, copy = Selection(x, fraction), torch.empty_like(x)
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: copy.copy_(x), "select": selection.step, "torch.topk": lambda: x.abs().topk(wanted)
+    }  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            began = perf_counter()
+            call()
+            if turn:
+                times[name].append(perf_counter() - began)
+    rows = []
+    for name, seconds in times.items():
+        over = statistics.median(copied / mine for copied, mine in zip(times["memcpy"], seconds, strict=True))
+        row: dict[str, Any] = {"codec": f"topk {fraction:.2%}", "pass": name, "over_memcpy": over}
+        rows.append(row | {"bytes_per_s": 4 * count / statistics.median(seconds)})
+    return rows
+
+
+def check_selection(x: Tensor, fraction: float, wanted: int) -> None:
+    """What is sent and what is kept add up to the input, and what is sent is as large as what torch.topk finds."""
+    selection = Selection(x, fraction)
+    for _ in range(3):
+        before = selection.residuals[0].clone()
+        decoded = selection.compressor.decompress((selection.step(),), selection.info)
+        if not torch.allclose(decoded + selection.residuals[0], x + before, rtol=0, atol=1e-6):
+            raise Failed("top-k: what was sent and what was kept do not add up")
+    found = int(decoded.count_nonzero())
+    if not wanted / 2 <= found <= 2 * wanted:
+        raise Failed(f"top-k: {found} elements were chosen, not about {wanted}")
+    if float(decoded[decoded != 0].abs().min()) < 0.99 * float((x + before).abs().topk(found).values.min()):
+        raise Failed("top-k: smaller elements were chosen than there are")
 
 
 def report(result: dict[str, Any]) -> str:
@@ -124,22 +168,5 @@ def report(result: dict[str, Any]) -> str:
         cells = [row["codec"], row["pass"], f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['over_memcpy']:.2f}"]
         verdict = "" if wanted is None else "reached" if row["over_memcpy"] >= wanted else "MISSED"
         rows.append([*cells, "" if wanted is None else f"{wanted:g}", verdict])
-    about = result["machine"]
-    lines = [
-        f"codecs, {result['isa']}, one core, {format_size(result['size_bytes'])} of float32",
-        f"{about['processor']}, {about['cores']} cores, Linux {about['kernel']}",
-        "",
-        table(["codec", "pass", "GB/s", "/ memcpy", "aim", ""], rows),
-        "",
-        result["quiet"]["words"],
-    ]
-    return "\n".join([*lines, *(f"WARNING: {it}" for it in result["quiet"]["warnings"])])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    return command.run(lambda: measure(args), report, json_path=args.json, cannot=(KernelsUnavailable,), failed=())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    title = f"codecs, {result['isa']}, one core, {format_size(result['size_bytes'])} of float32"
+    return session.report_table(result, title, ["codec", "pass", "GB/s", "/ memcpy", "aim", ""], rows)

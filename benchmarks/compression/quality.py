@@ -1,17 +1,16 @@
-#!/usr/bin/env python3
-"""What compression does to gradients and to training, beside what was measured before the library had it.
+"""What compression does to gradients and to training.
 
-    python benchmarks/compression_quality.py codes
-    python benchmarks/compression_quality.py gpt --seeds 8 --csv gpt.csv
-    python benchmarks/compression_quality.py gpt --optimizer sgd --methods 'exact;powersgd' --csv gpt.csv
-    python benchmarks/compression_quality.py digits --seeds 12 --csv digits.csv
+    python -m benchmarks compression_quality codes
+    python -m benchmarks compression_quality gpt --seeds 8 --csv gpt.csv
+    python -m benchmarks compression_quality gpt --optimizer sgd --methods 'exact;powersgd' --csv gpt.csv
+    python -m benchmarks compression_quality digits --seeds 12 --csv digits.csv
 
 `codes`: relative squared error |x' - x|^2 / |x|^2 (NMSE) of codes and of all-reduces, on gradients of
 examples/char_lm.py (of the parameters that the rules compress) and on a Gaussian; bits are those that a rank's payload
 takes. `gpt`: nats per character of a character GPT on text it has not seen, by AdamW or by SGD with momentum. `digits`:
 accuracy of examples/digits.py's network.
 
-The ranks are simulated in one process with the bits of the real exchange (simulated_ranks.py, exchanged_ranks.py). Each
+The ranks are simulated in one process with the bits of the real exchange (exchanged_ranks.py). Each
 seed is trained with every method from the same weights on the same data, so differences are paired; their mean is given
 with its 95 % interval (Student's t). Rows go to the file of --csv as they come, and what is there already is not run
 again: a run can be interrupted, and more seeds added.
@@ -22,20 +21,20 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compression import quality_runs
 import torch
-from benchmarks.compression.exchanged_ranks import ExchangedRanks
-from benchmarks.lib.measure import interval, table
-from benchmarks.compression.quality_runs import METHODS
 from torch import Tensor
 
+from benchmarks.compression import quality_runs
+from benchmarks.compression.exchanged_ranks import ExchangedRanks
+from benchmarks.compression.quality_runs import METHODS
+from benchmarks.lib import session
+from benchmarks.lib.measure import interval, table
 from ringdp import compression
 from ringdp.compression import Int4, Int5, Int6, Int8, PowerSGD, TopK
 from ringdp.compression.exchange import Section
@@ -67,18 +66,6 @@ REPEATED = {"powersgd, warm": 5}  # what it remembers then is of the same gradie
 SIGNS_ALONE = ("signsgd",)  # their means have no size: they are compared at the best one
 TRAINED = ("exact", "int8", "int4", "int8, overflows")
 RANKS = (2, 4, 8)
-BEFORE = {  # COMPRESSION.md: one shot on a Gaussian and on a GPT's gradients, then all-reduce of 2, 4, 8 ranks on these
-    "fp16": ("4e-8", "4e-8", "8.8e-8", "1.4e-7", "2.0e-7"),
-    "bf16": ("2.8e-6", "2.8e-6", "5.7e-6", "9.5e-6", "1.3e-5"),
-    "int8": ("4.8e-5", "5.7e-5", "8.6e-5", "9.3e-5", "9.7e-5"),
-    "int6": ("5.9e-4", "5.6e-4", "", "8.8e-4", "8.3e-4"),
-    "int5": ("2.5e-3", "2.4e-3", "", "3.7e-3", "3.6e-3"),
-    "int4": ("1.16e-2", "1.12e-2", "1.7e-2", "1.7e-2", "1.6e-2"),
-    "nf4": ("0.85e-2", "0.79e-2", "", "", ""),
-    "sign": ("0.36", "0.47", "", "", ""),
-    "topk 10%": ("0.56", "0.14", "", "", ""),
-    "topk": ("0.92", "0.31", "", "", ""),
-}
 LIMITS: dict[str, float | str] = {"int8": 1.0e-4, "int6": 9e-4, "int5": 3.6e-3, "int4": 1.7e-2, "nf4": "int4"}
 """Of the all-reduce between 8 ranks, on gradients: so much at most, or less than that code."""
 
@@ -87,8 +74,7 @@ def choice_of(names: Iterable[str]) -> str:
     return f"semicolons between them; of {'; '.join(names)}".replace("%", "%%")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("codes", "gpt", "digits"))
     parser.add_argument("--seeds", type=int, default=8, help="how many, from 0 on (default 8)")
     parser.add_argument("--steps", type=int, help="of training (codes: 300, gpt: 1000)")
@@ -109,20 +95,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="`codes`: one layer, 8 windows of 32 characters, the schedule's end",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="results of each training, added to")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what `codes` measured there, for the plot")
-    args = parser.parse_args(argv)
-    args.method_names = [word.strip() for word in args.methods.split(";")]
-    if unknown := [name for name in args.method_names if name not in METHODS]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(METHODS)}")
-    args.code_names = [word.strip() for word in args.codes.split(";")]
-    if unknown := [name for name in args.code_names if name not in CODES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(CODES)}")
-    own = [name for name in args.method_names if METHODS[name].momentum_on_ranks]
+
+
+def check(args: argparse.Namespace) -> None:
+    args.methods = session.chosen(args.methods, tuple(METHODS), ";")
+    args.codes = session.chosen(args.codes, tuple(CODES), ";")
+    own = [name for name in args.methods if METHODS[name].momentum_on_ranks]
     if own and (args.optimizer == "adamw" or (args.what == "gpt" and args.optimizer is None)):
-        parser.error(f"{own[0]!r} has its momentum on the ranks: use --optimizer sgd, which then has none")
-    if args.seeds < 1 or args.against not in args.method_names:
-        parser.error(f"at least one seed, and {args.against!r} among the methods: differences are taken to it")
-    return args
+        raise ValueError(f"{own[0]!r} has its momentum on the ranks: use --optimizer sgd, which then has none")
+    if args.seeds < 1 or args.against not in args.methods:
+        raise ValueError(f"at least one seed, and {args.against!r} among the methods: differences are taken to it")
 
 
 # Codes and all-reduces.
@@ -175,7 +157,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([it.flatten() for it in tensors])
 
 
-def measure_codes(args: argparse.Namespace) -> str:
+def measure_codes(args: argparse.Namespace) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     gaussian = [{"x": torch.randn(1 << 10, 1 << 10, generator=draw)} for _ in RANKS[-1:] * RANKS[-1]]
     sources: dict[str, list[dict[str, Tensor]]] = {"Gaussian": gaussian}
@@ -191,15 +173,13 @@ def measure_codes(args: argparse.Namespace) -> str:
         numel = sum(it.numel() for it in gradients[0].values())
         sources[f"GPT, {numel / 1e6:.2f} M, step {step}"] = gradients
     rows = []
-    for name in args.code_names:
+    for name in args.codes:
         for source, gradients in sources.items():
             once, bits = code_once(name, gradients[0])
             row = {"code": name, "gradients": source, "bits": bits, "once": once}
             row["all_reduce"] = [all_reduce(name, gradients[:n]) for n in RANKS]
             rows.append(row | {"agreement": agreement(gradients)})
-    if args.json is not None:
-        args.json.write_text(json.dumps({"ranks": RANKS, "rows": rows}, indent=1), encoding="utf-8")
-    return report_codes(rows)
+    return {"ranks": RANKS, "rows": rows}
 
 
 def agreement(gradients: Sequence[Mapping[str, Tensor]]) -> float:
@@ -208,7 +188,8 @@ def agreement(gradients: Sequence[Mapping[str, Tensor]]) -> float:
     return float(flat.mean(0).square().sum() / flat.square().sum(1).mean())
 
 
-def report_codes(rows: Sequence[dict[str, Any]]) -> str:
+def report_codes(result: dict[str, Any]) -> str:
+    rows = result["rows"]
     cells, held = [], list[str]()
     for name in dict.fromkeys(row["code"] for row in rows):
         for row in (it for it in rows if it["code"] == name):
@@ -216,10 +197,6 @@ def report_codes(rows: Sequence[dict[str, Any]]) -> str:
             cells.append([name, row["gradients"], f"{row['bits']:.3g}", *errors])
             if name in LIMITS and row["gradients"] != "Gaussian":
                 held += _held(row, LIMITS[name], rows)
-        if name in BEFORE:
-            gauss, gpt, *reduced_before = BEFORE[name]
-            cells.append(["", "before: Gaussian", "", gauss, "", "", ""])
-            cells.append(["", "before: GPT, 0.8 M, step 300", "", gpt, *reduced_before])
     columns = ["code", "gradients", "bits", "one shot", *(f"all-reduce, n = {n}" for n in RANKS)]
     agree = {row["gradients"]: row["agreement"] for row in rows}
     words = [f"{source}: |mean|^2 is {value:.2f} of the mean |g|^2 of 8 ranks" for source, value in agree.items()]
@@ -242,7 +219,7 @@ def _verdict(good: bool) -> str:
 # Training.
 
 
-def train(args: argparse.Namespace) -> str:
+def train(args: argparse.Namespace) -> dict[str, Any]:
     """All methods of each seed, then what they differ by."""
     run: Callable[[quality_runs.Method, int, argparse.Namespace], float]
     optimizer = args.optimizer or ("adamw" if args.what == "gpt" else "sgd")
@@ -259,16 +236,16 @@ def train(args: argparse.Namespace) -> str:
         setting = f"{options.epochs} epochs"
         if optimizer != "sgd" or args.lr is not None:
             setting += f", {optimizer} {options.lr:g}"
-    aims = AIMS.get((args.what, optimizer), {})
     known = dict(_read(args.csv, args.what, setting))
     for seed in range(args.seeds):
-        for name in args.method_names:
+        for name in args.methods:
             if (name, seed) not in known:
                 known[name, seed] = run(METHODS[name], seed, options)
                 _add(args.csv, [args.what, setting, name, seed, known[name, seed]])
                 print(f"seed {seed}, {name}: {known[name, seed]:.5f} {unit}", file=sys.stderr, flush=True)
     title = f"{args.what}, 4 ranks, {setting}: {unit}"
-    return report(known, args.method_names, args.seeds, aims, title, against=args.against)
+    found = {name: [known[name, seed] for seed in range(args.seeds)] for name in args.methods}
+    return {"what": args.what, "optimizer": optimizer, "title": title, "against": args.against, "found": found}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,29 +269,21 @@ AIMS: dict[tuple[str, str], dict[str, Aim]] = {
 """By what is trained and with which optimizer, then by the method's name up to its first comma."""
 
 
-def report(
-    known: Mapping[tuple[str, int], float],
-    names: Sequence[str],
-    seeds: int,
-    aims: Mapping[str, Aim],
-    title: str,
-    *,
-    against: str = "exact",
-) -> str:
+def report_trained(result: dict[str, Any]) -> str:
     """A line for each method: its mean, and by how much it differs from the method `against`, seed by seed."""
-    base = [known[against, seed] for seed in range(seeds)]
+    found, against = result["found"], result["against"]
+    aims = AIMS.get((result["what"], result["optimizer"]), {})
     rows = []
-    for name in names:
-        values = [known[name, seed] for seed in range(seeds)]
+    for name, values in found.items():
         cells = [name, f"{statistics.fmean(values):.4f}"]
         if name != against:
-            mean, half = interval([a - b for a, b in zip(values, base, strict=True)])
+            mean, half = interval([a - b for a, b in zip(values, found[against], strict=True)])
             cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
             aim = aims.get(name.split(",")[0])
             cells += [aim.words(mean, half)] if aim is not None else []
         rows.append(cells + [""] * (5 - len(cells)))
     columns = ["method", "mean", f"minus {against}", "95 % interval", "aim"]
-    return "\n".join([f"{title}, {seeds} paired seeds", "", table(columns, rows)])
+    return f"{result['title']}, {len(found[against])} paired seeds\n\n{table(columns, rows)}"
 
 
 def _read(path: Path | None, what: str, setting: str) -> Iterator[tuple[tuple[str, int], float]]:
@@ -337,15 +306,10 @@ def _add(path: Path | None, row: Sequence[object]) -> None:
         writer.writerow(row)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], str]] = {"codes": measure_codes, "gpt": train, "digits": train}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    print(PARTS[args.what](args))
-    return 0
+    return measure_codes(args) if args.what == "codes" else train(args)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def report(result: dict[str, Any]) -> str:
+    return report_codes(result) if "rows" in result else report_trained(result)

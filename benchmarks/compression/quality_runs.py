@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from benchmarks.compression.exchanged_ranks import ExchangedRanks
-from benchmarks.compression.simulated_ranks import SimulatedRanks
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.compression.exchanged_ranks import ExchangedRanks
 from examples import char_lm, digits
 from ringdp import compression
 from ringdp.compression import DGC, PowerSGD, RandomK, Sign, TopK
@@ -60,55 +58,42 @@ METHODS = {
     "int4": Method("int4"),
     "exact, overflows": Method(None, overflows=True),
     "int8, overflows": Method("int8", overflows=True),
-    "fp16": Method("fp16"),
-    "bf16": Method("bf16"),
-    "int6": Method("int6"),
-    "int5": Method("int5"),
-    "nf4": Method("nf4"),
-    "topk": Method("topk"),
+    **{name: Method(name) for name in ("fp16", "bf16", "int6", "int5", "nf4", "topk", "randomk", "sign", "signsgd")},
+    **{name: Method(name) for name in ("qsgd", "terngrad", "powersgd")},
     "topk 10%": Method(TopK(0.1)),
     "topk, ramp 250": Method(TopK(0.01, ramp_steps=250)),
     "topk, ramp 500": Method(TopK(0.01, ramp_steps=500)),
     "topk DGC": dgc(0),
-    "topk DGC, ramp 100": dgc(100),
-    "topk DGC, ramp 250": dgc(250),
-    "topk DGC, ramp 500": dgc(500),
-    "topk DGC, ramp 250, clip 0.1": dgc(250, clip=0.1),
-    "topk DGC, ramp 250, clip 0.2": dgc(250, clip=0.2),
-    "topk DGC, ramp 500, clip 0.1": dgc(500, clip=0.1),
-    "topk DGC, ramp 350, clip 0.4": dgc(350, clip=0.4),
-    "topk DGC, ramp 500, clip 0.3": dgc(500, clip=0.3),
-    "topk DGC, ramp 500, clip 0.4": dgc(500, clip=0.4),
-    "topk DGC, ramp 500, clip 0.5": dgc(500, clip=0.5),
-    "topk DGC, ramp 1000, clip 0.3": dgc(1000, clip=0.3),
+    **{f"topk DGC, ramp {steps}": dgc(steps) for steps in (100, 250, 500)},
+    **{
+        f"topk DGC, ramp {steps}, clip {clip:g}": dgc(steps, clip=clip)
+        for steps, clip in (
+            (250, 0.1),
+            (250, 0.2),
+            (500, 0.1),
+            (350, 0.4),
+            (500, 0.3),
+            (500, 0.4),
+            (500, 0.5),
+            (1000, 0.3),
+        )
+    },
     "topk DGC, ramp 250, clip 0.2, no masking": dgc(250, clip=0.2, masking=False),
-    "powersgd": Method("powersgd"),
-    "powersgd, 100 exact": Method("powersgd", exact_steps=100),
-    "powersgd, 250 exact": Method("powersgd", exact_steps=250),
-    "powersgd, 500 exact": Method("powersgd", exact_steps=500),
+    **{f"powersgd, {steps} exact": Method("powersgd", exact_steps=steps) for steps in (100, 250, 500)},
     "powersgd rank 8": Method(PowerSGD(8)),
-    "randomk": Method("randomk"),
     "randomk 10%": Method(RandomK(0.1)),
-    "sign": Method("sign"),
     "sign, 100 exact": Method("sign", exact_steps=100),
     "sign, block 32": Method(Sign(block=32)),
-    "signsgd": Method("signsgd"),
     "signsgd, lr/100": Method("signsgd", lr_factor=0.01),
-    "qsgd": Method("qsgd"),
-    "terngrad": Method("terngrad"),
 }
 
 
-def ranks_of(model: nn.Module, method: Method, ranks: int) -> SimulatedRanks | ExchangedRanks | None:
+def ranks_of(model: nn.Module, method: Method, ranks: int) -> ExchangedRanks | None:
     """Who averages; None for exact."""
-    one = compression.get(method.compressor)
-    if one is None:
+    if method.compressor is None:
         return None
     shapes = {name: tuple(it.shape) for name, it in model.named_parameters()}
-    exact = exact_names(model)
-    if SimulatedRanks.serves(one):
-        return SimulatedRanks({name: math.prod(it) for name, it in shapes.items()}, one, ranks, exact=exact)
-    return ExchangedRanks(shapes, one, ranks, exact=exact)
+    return ExchangedRanks(shapes, compression.get(method.compressor), ranks, exact=exact_names(model))
 
 
 class Averaged:
@@ -141,7 +126,7 @@ class Averaged:
     def _average(self, gradients: Sequence[Sequence[Tensor]], factor: float) -> list[Tensor]:
         if self.simulated is not None and self.step > self.method.exact_steps:
             return self.simulated.average(gradients, factor)
-        if isinstance(self.simulated, ExchangedRanks):
+        if self.simulated is not None:
             self.simulated.step += 1
         return [torch.stack(several).sum(0) / self.ranks for several in zip(*gradients, strict=True)]
 

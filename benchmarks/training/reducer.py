@@ -137,7 +137,7 @@ def wrap(mode: str, module: nn.Module, group: Any, *, hooked: bool) -> Distribut
     return wrapped
 
 
-def check(mode: str, one: Measured, bare: Measured) -> None:
+def compare(mode: str, one: Measured, bare: Measured) -> None:
     """Take CHECKED_STEPS steps; the gradients must be the bare module's to the bit."""
     for _ in range(CHECKED_STEPS):
         one.step()
@@ -157,7 +157,7 @@ def measure_case(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             module = Rows(args.parameters, args.elements)
             wrapped = wrap(mode, module, group[mode.split("-")[0]], hooked=case == "reducer")
             measured[mode] = Measured(wrapped, x)
-            check(mode, measured[mode], measured["bare"])
+            compare(mode, measured[mode], measured["bare"])
         modes = list(measured)
         for turn in range(args.rounds):
             for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
