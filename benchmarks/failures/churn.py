@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Whether elastic jobs hold what they promise while ranks are killed at random times, again and again.
 
-    python benchmarks/churn.py                                   jobs of 6 ranks for 5 minutes
-    python benchmarks/churn.py --minutes 60 --seed 7
-    python benchmarks/churn.py --every 0.1,1 --ranks 4           losses one upon the other
-    python benchmarks/churn.py --faults kill,repair --kinds int8
+    python -m benchmarks churn                                   jobs of 6 ranks for 5 minutes
+    python -m benchmarks churn --minutes 60 --seed 7
+    python -m benchmarks churn --every 0.1,1 --ranks 4           losses one upon the other
+    python -m benchmarks churn --faults kill,repair --kinds int8
 
 Each job is `ringrun --elastic`, and loses ranks until one is left (sometimes two), every 2 to 10 s: `kill` is SIGKILL
 to a random rank, `first` to rank 0, `two` to two at once, `repair` to one and to another while that is repaired,
@@ -34,15 +33,16 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.failures import churn_checks
 from benchmarks.failures.churn_rank import KINDS
-from benchmarks.lib.ranks import start, stop_all
+from benchmarks.lib import session
+from benchmarks.lib.ranks import ROOT, start, stop_all
 
-ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ("kill", "first", "two", "repair", "raise", "stop", "stop-kill", "stop-dead")
 WEIGHTS = (6, 2, 2, 2, 2, 1, 1, 1)
 HEAL_S = 1.0
@@ -51,8 +51,7 @@ STEP_PAUSE_S = 0.02
 MARK = "CHURN_OF_RINGDP"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="no job is begun after them (5)")
     parser.add_argument("--ranks", type=int, default=6, help="of each job (6)")
     parser.add_argument("--every", default="2,10", help="seconds between two faults, at least and at most (2,10)")
@@ -62,19 +61,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a rank hangs (60)")
     parser.add_argument("--transport", default="auto", help="RINGDP_TRANSPORT of the jobs (auto)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of jobs in which something was wrong")
-    args = parser.parse_args(argv)
-    for name, known in (("faults", FAULTS), ("kinds", tuple(KINDS))):
-        chosen = getattr(args, name).split(",")
-        if unknown := [one for one in chosen if one not in known]:
-            parser.error(f"--{name}: {unknown[0]!r} is not known: choose from {', '.join(known)}")
-        setattr(args, name, chosen)
-    try:
-        args.least, args.most = (float(one) for one in args.every.split(","))
-    except ValueError:
-        parser.error(f"--every takes two numbers of seconds, as 2,10, got {args.every}")
+
+
+def check(args: argparse.Namespace) -> None:
+    args.faults = session.chosen(args.faults, FAULTS)
+    args.kinds = session.chosen(args.kinds, tuple(KINDS))
+    args.least, args.most = (float(one) for one in args.every.split(","))
     if args.ranks < 2 or args.minutes <= 0 or not 0 < args.least <= args.most:
-        parser.error("at least two ranks, and times above 0, are needed")
-    return args
+        raise ValueError("at least two ranks, and times above 0, are needed")
 
 
 @dataclass
@@ -95,9 +89,9 @@ class Job:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         command = [sys.executable, str(ROOT / "launch.py"), "--elastic", "-n", str(args.ranks), "--console", "errors"]
-        command += [str(Path(__file__).with_name("churn_rank.py")), str(folder), kind, str(STEP_PAUSE_S)]
+        command += ["-m", "benchmarks.failures.churn_rank", str(folder), kind, str(STEP_PAUSE_S)]
         env = {**os.environ, MARK: self.mark, "RINGDP_HEAL": str(HEAL_S), "TMPDIR": str(self.temporary)}
-        env |= {"RINGDP_TRANSPORT": args.transport, "OMP_NUM_THREADS": "1"}
+        env |= {"RINGDP_TRANSPORT": args.transport, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(folder / "said", "wb") as said:
             self.process = start(command, cwd=folder, env=env, stdout=said, stderr=subprocess.STDOUT)
         self.alive = list(range(args.ranks))
@@ -238,28 +232,29 @@ def _short(line: str) -> str:
     return re.sub(r"host \S+, ", "", line)[:400]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     random_ = random.Random(args.seed)
     end = time.monotonic() + 60 * args.minutes
-    number = wrong = 0
+    jobs = wrong = 0
     times: list[float] = []
     while time.monotonic() < end:
-        number += 1
+        jobs += 1
         folder = Path(tempfile.mkdtemp(prefix="ringdp-churn-"))
-        problems, made = run(folder, number, args, random_)
+        problems, made = run(folder, jobs, args, random_)
         times += made
         wrong += bool(problems)
         for problem in problems:
-            print(f"job {number} WRONG: {problem}", flush=True)
+            print(f"job {jobs} WRONG: {problem}", flush=True)
         if problems and args.keep:
-            print(f"job {number}: {folder}", flush=True)
+            print(f"job {jobs}: {folder}", flush=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    middle = f"; from a kill to the step made, median {statistics.median(times):.3f}, most {max(times):.3f} s"
-    print(f"{number} jobs, {wrong} of them with something wrong; {len(times)} kills timed{middle if times else ''}")
-    return int(wrong > 0)
+    return {"benchmark": "churn", "jobs": jobs, "failed": wrong, "made_s": times}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def report(result: dict[str, Any]) -> str:
+    made = result["made_s"]
+    middle = (
+        f"; from a kill to the step made, median {statistics.median(made):.3f}, most {max(made):.3f} s" if made else ""
+    )
+    return f"{result['jobs']} jobs, {result['failed']} of them with something wrong; {len(made)} kills timed{middle}"

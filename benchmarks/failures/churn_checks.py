@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
 from benchmarks.failures.churn_rank import EXACT, coefficients, digest
 
 MORE_DESCRIPTORS = 2

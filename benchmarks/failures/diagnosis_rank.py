@@ -6,7 +6,6 @@ import dataclasses
 import json
 import mmap
 import os
-import random
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 QUIET_STEPS = 20
 STEPS = 31  # reports come after 10 and 30, and are there a step later
 SLEEP_S = 0.1
-TOUCHED_PAGES = 1000  # of what it keeps, in each forward, where it may have to be swapped in
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -51,22 +49,17 @@ def main(settings: dict[str, Any]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             time.sleep(SLEEP_S if slow and cause == "forward" else 0)
             if file is not None:
-                pages = range(0, len(file), 4096)
-                sum(file[at] for at in (random.sample(pages, TOUCHED_PAGES) if cause == "swap" else pages))
+                sum(file[at] for at in range(0, len(file), 4096))
             return self.layers(SleepInBackward.apply(x.requires_grad_()))
 
     if slow and cause == "quota":
         Path(settings["group"], "cgroup.procs").write_text(str(os.getpid()))
     model = ringdp.RingDP(Model())
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    if slow and cause in ("memory", "swap"):
+    if slow and cause == "memory":
         Path(settings["group"], "cgroup.procs").write_text(str(os.getpid()))
     if "files" in settings:
         file = _map(settings["files"][rank])
-    if "kept_bytes" in settings:
-        file = mmap.mmap(-1, settings["kept_bytes"], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for at in range(0, len(file), 4096):
-            file[at] = at // 4096 % 256
     rows = 64 if cause == "link" else 512
     verdicts: list[dict[str, Any]] = []
     seen = 0

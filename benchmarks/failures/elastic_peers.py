@@ -1,7 +1,7 @@
 """What the loss of a rank costs in an elastic job, in torchft and in Horovod Elastic.
 
-    python benchmarks/elastic_peers.py                            4 ranks, `small` and `mlp`, 3 jobs of each peer
-    python benchmarks/elastic_peers.py --models mlp --jobs 0      step times only, while no rank is lost
+    python -m benchmarks elastic_peers                            4 ranks, `small` and `mlp`, 3 jobs of each peer
+    python -m benchmarks elastic_peers --models mlp --jobs 0      step times only, while no rank is lost
 
 A peer is run where it is installed; otherwise its row says how to install it.
 
@@ -13,7 +13,8 @@ and with the mean of their own gradients, computed once more, in float64: `off` 
 the largest mean.
 
 Steps: in one job each process has the model in all wrappers, and blocks of steps take turns. A time is that of the
-slowest rank; the interval is of the ratio to torch's DDP on gloo, over the rounds. Horovod is not among them.
+slowest rank; the interval is of the ratio to torch's DDP on gloo, over the rounds. RingDP is measured in an elastic job and as usual; Horovod is
+not among them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -35,14 +36,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import measure
-from benchmarks.lib import models
 import torch
-from benchmarks.lib.measure import format_time
-from benchmarks.lib.ranks import start, stop_all
-from benchmarks.collectives.startup import free_port
 
-RANK = str(Path(__file__).with_name("elastic_peers_rank.py"))
+from benchmarks.lib import models, session
+from benchmarks.lib.measure import format_time, table
+from benchmarks.lib.ranks import ROOT, start, stop_all
+
+RANK = (sys.executable, "-m", "benchmarks.failures.elastic_peers_rank")
 PATIENCE_S = 120.0
 TRAINEES = ("ringdp", "torchft", "horovod")
 # All are this host. Horovod bans a whole host, by its name, when a rank on it dies.
@@ -120,7 +120,7 @@ def lighthouse(peer: Peer, folder: Path) -> Iterator[dict[str, str]]:
     if peer.trainee != "torchft":
         yield {}
         return
-    port = free_port()
+    port = session.free_port()
     words = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}"]
     words += ["--min_replicas", "1", *peer.options]
     with open(folder / "lighthouse", "wb") as said:
@@ -133,7 +133,13 @@ def lighthouse(peer: Peer, folder: Path) -> Iterator[dict[str, str]]:
 
 def run_ranks(commands: Sequence[Sequence[str]], folder: Path, variables: Mapping[str, str]) -> list[int | None]:
     """Their exit codes; None for one that did not end in time."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RINGDP_REPORT_EVERY": "0", **variables}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RINGDP_REPORT_EVERY": "0",
+        "PYTHONPATH": str(ROOT),
+        **variables,
+    }
     processes = []
     with open(folder / "said", "wb") as said:
         try:
@@ -149,7 +155,7 @@ def run_ranks(commands: Sequence[Sequence[str]], folder: Path, variables: Mappin
 
 
 def commands_of(peer: Peer, folder: Path, model: str, ranks: int, victim: int) -> list[list[str]]:
-    words = [sys.executable, RANK, str(folder), peer.trainee, model, str(ranks), str(victim)]
+    words = [*RANK, str(folder), peer.trainee, model, str(ranks), str(victim)]
     if peer.trainee != "horovod":
         return [[*words, str(rank)] for rank in range(ranks)]
     discovery = folder / "hosts.sh"
@@ -221,14 +227,19 @@ def step_rows(model: str, ranks: int, rounds: int, block: int) -> Iterator[list[
     ours = torchft if not torchft.missing else PEERS[0]
     with tempfile.TemporaryDirectory(prefix="ringdp-peers-") as name:
         folder = Path(name)
-        words = [sys.executable, RANK, name, "cost", model, str(ranks), "-1"]
+        words = [*RANK, name, "cost", model, str(ranks), "-1"]
         commands = [[*words, str(rank), str(rounds), str(block)] for rank in range(ranks)]
         with lighthouse(ours, folder) as variables:
             codes = run_ranks(commands, folder, variables)
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}:\n{(folder / 'said').read_text()[-3000:]}")
         found = json.loads((folder / "cost").read_text())
-    titles = {"ddp": "torch's DDP on gloo", "ringdp": PEERS[0].title, "torchft": torchft.title}
+    titles = {
+        "ddp": "torch's DDP on gloo",
+        "plain": "RingDP, not elastic",
+        "ringdp": PEERS[0].title,
+        "torchft": torchft.title,
+    }
     for name, title in titles.items():
         if name not in found:
             yield [model, title, torchft.missing, ""]
@@ -237,8 +248,7 @@ def step_rows(model: str, ranks: int, rounds: int, block: int) -> Iterator[list[
         yield [model, title, format_time(median), f"{mean:+.1f} ± {half:.1f} %" if name != "ddp" else ""]
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="processes of a job (4)")
     parser.add_argument("--models", default="small,mlp", help=f"of {', '.join(models.NAMES)} (small,mlp)")
     parser.add_argument("--peers", default=",".join(TRAINEES), help=f"of {', '.join(TRAINEES)} (all)")
@@ -246,43 +256,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--victim", type=int, help="the rank that is killed (the last one)")
     parser.add_argument("--rounds", type=int, default=8, help="blocks of steps for each wrapper; 0: none (8)")
     parser.add_argument("--block", type=int, default=8, help="steps of a block (8)")
-    arguments = parser.parse_args(argv)
-    models.check_names(parser, arguments.models)
-    if arguments.victim is None:
-        arguments.victim = arguments.ranks - 1
-    if unknown := [name for name in arguments.peers.split(",") if name not in TRAINEES]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {', '.join(TRAINEES)}")
-    if not 3 <= arguments.ranks <= len(HOSTS) or not 0 <= arguments.victim < arguments.ranks:
-        parser.error(f"3 to {len(HOSTS)} ranks are needed, and a victim among them")
-    return arguments
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Each row when it is there."""
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+def check(args: argparse.Namespace) -> None:
+    args.models = session.chosen(args.models, models.NAMES)
+    args.peers = session.chosen(args.peers, TRAINEES)
+    args.victim = args.ranks - 1 if args.victim is None else args.victim
+    if not 3 <= args.ranks <= len(HOSTS) or not 0 <= args.victim < args.ranks:
+        raise ValueError(f"3 to {len(HOSTS)} ranks are needed, and a victim among them")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    names, ranks = arguments.models.split(","), arguments.ranks
-    about = measure.machine()
-    print(
-        f"{ranks} ranks; {about['processor']}, {about['cores']} cores; Python {about['python']}, torch {about['torch']}"
-    )
-    print(f"load {os.getloadavg()[0]:.1f} before\n")
-    if arguments.jobs:
-        peers = [peer for peer in PEERS if peer.trainee in arguments.peers.split(",")]
-        rows = (loss_row(peer, name, ranks, arguments.victim, arguments.jobs) for name in names for peer in peers)
-        print_table(["model", "peer", "until a step counts", "batches lost", "survivors equal", "off"], rows)
-    if arguments.rounds:
-        steps = (row for name in names for row in step_rows(name, ranks, arguments.rounds, arguments.block))
-        print()
-        print_table(["model", "peer", "a step", "beside DDP on gloo, 95 %"], steps)
-    print(f"\nload {os.getloadavg()[0]:.1f} after (ours included)")
-    return 0
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """After each row."""
+    result = session.result_of("elastic_peers", None, ranks=args.ranks, load=os.getloadavg()[0], losses=[], steps=[])
+    for model in args.models if args.jobs else ():
+        for peer in PEERS:
+            if peer.trainee in args.peers:
+                result["losses"].append(loss_row(peer, model, args.ranks, args.victim, args.jobs))
+                yield result
+    for model in args.models if args.rounds else ():
+        result["steps"] += step_rows(model, args.ranks, args.rounds, args.block)
+        yield result
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def report(result: dict[str, Any]) -> str:
+    losses = ["model", "peer", "until a step counts", "batches lost", "survivors equal", "off"]
+    parts = [table(losses, result["losses"])] if result["losses"] else []
+    steps = ["model", "peer", "a step", "beside DDP on gloo, 95 %"]
+    parts += [table(steps, result["steps"])] if result["steps"] else []
+    return session.text(result, f"{result['ranks']} ranks, load {result['load']:.1f} before", *parts)

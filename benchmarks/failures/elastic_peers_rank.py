@@ -1,4 +1,4 @@
-"""One rank of benchmarks/elastic_peers.py: `python elastic_peers_rank.py FOLDER PEER MODEL RANKS VICTIM [RANK]`.
+"""One rank of elastic_peers.py: `python -m benchmarks.failures.elastic_peers_rank FOLDER PEER MODEL RANKS VICTIM [RANK]`.
 
 It trains until one rank has killed itself and the next step counts (`Watch`). PEER is a key of `TRAINEES`; `cost` in
 its place trains by several in turns while no rank is lost. Horovod numbers its ranks itself, so RANK is left out there.
@@ -18,12 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import models
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import interval
 
 import ringdp
+from benchmarks.lib import models
+from benchmarks.lib.measure import interval
 
 STEPS_BEFORE = 6  # that count, before the kill
 PATIENCE_S = 60.0
@@ -69,6 +69,15 @@ class Elastic(Trainee):
 
     def leave(self) -> None:
         ringdp.shutdown()
+
+
+class Plain(Trainee):
+    """RingDP over a group that no loss survives: only beside the others in `cost`."""
+
+    def join(self) -> None:
+        os.environ["RINGDP_ELASTIC"] = "0"
+        self.model = ringdp.RingDP(self.model, process_group=dist.new_group(backend="ring"))
+        os.environ["RINGDP_ELASTIC"] = "1"
 
 
 class TorchFT(Trainee):
@@ -224,7 +233,11 @@ def lose(folder: Path, peer: str, model: str, ranks: int, victim: int, rank: int
 
 def cost(folder: Path, model: str, ranks: int, rank: int, rounds: int, block: int) -> None:
     """Step times of all peers that are here, blocks in turns; the slowest rank's, into FOLDER/cost."""
-    peers: dict[str, type[Trainee]] = {"ringdp": Elastic, "ddp": Ddp}  # ringdp first: it makes the default group
+    peers: dict[str, type[Trainee]] = {
+        "ringdp": Elastic,
+        "plain": Plain,
+        "ddp": Ddp,
+    }  # ringdp first: it makes the default group
     if find_spec("torchft") is not None:
         peers["torchft"] = TorchFT
     trainees = {name: kind(models.make(model, rank=rank), folder, rank, ranks) for name, kind in peers.items()}

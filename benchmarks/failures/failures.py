@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """How soon, and in which words, the other ranks learn of a fault: ring beside gloo, three ranks each.
 
-    failures.py                          all faults, both backends (about four minutes)
-    failures.py --faults killed,stopped  those whose names contain one of the words
-    failures.py --backends ring          one of them
-    failures.py --markdown               the table as docs/lab/faults.md has it
+    python -m benchmarks failures                          all faults, both backends (about four minutes)
+    python -m benchmarks failures --faults killed,stopped  those whose names contain one of the words
+    python -m benchmarks failures --backends ring          one of them
+    python -m benchmarks failures --markdown               the table as docs/lab/faults.md has it
 
 Rank 1 is at fault. Measured is the time from the fault to the exception on the slower of the two others, and whether
 both messages name rank 1. The losses of a host are made with network namespaces and need root.
@@ -19,18 +18,19 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.failures.failures_rank import INJURIES, ONE_CALL, VICTIM
+from benchmarks.failures.failures_rank import INJURIES, ONE_CALL, VICTIM, write
+from benchmarks.lib import session
 from benchmarks.lib.hosts import Hosts, set_link, why_not
-from benchmarks.lib.ranks import start, stop_all
+from benchmarks.lib.ranks import ROOT, start, stop_all
 
 WORLD_SIZE = 3
 TIMEOUT_S = 12.0  # of the process group, where the fault is one that only the timeout ends
@@ -50,33 +50,45 @@ class Finding:
     notice: str  # the first log line about waiting, where there was one
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", default="ring,gloo", help="which, with commas (default ring,gloo)")
     parser.add_argument("--faults", default="", help="only those whose names contain one of these words")
     parser.add_argument("--markdown", action="store_true", help="print the table for docs/lab/faults.md")
-    args = parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> None:
+    args.backends = session.chosen(args.backends, ("ring", "gloo"))
     words = [word.strip() for word in args.faults.split(",") if word.strip()]
-    faults = [fault for fault in FAULTS if not words or any(word in fault for word in words)]
-    backends = args.backends.split(",")
-    rows: list[tuple[str, list[Finding]]] = []
-    for fault in faults:
+    args.faults = [fault for fault in FAULTS if not words or any(word in fault for word in words)]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for fault in args.faults:
         if fault in HOST_FAULTS and (reason := why_not()) is not None:
             print(f"{fault}: left out, {reason}", file=sys.stderr)
             continue
         findings = []
-        for backend in backends:
-            finding = measure(backend, fault)
+        for backend in args.backends:
+            finding = one_fault(backend, fault)
             findings.append(finding)
             print(f"{fault} | {backend} | {cell(finding)}\n    {finding.words[:600]}", file=sys.stderr, flush=True)
             if finding.notice:
                 print(f"    notice: {finding.notice}", file=sys.stderr, flush=True)
-        rows.append((fault, findings))
-    print(table(backends, rows, markdown=args.markdown))
-    return 0
+        rows.append({"fault": fault, "findings": [asdict(one) for one in findings]})
+    return session.result_of("failures", None, backends=args.backends, markdown=args.markdown, rows=rows)
 
 
-def measure(backend: str, fault: str) -> Finding:
+def report(result: dict[str, Any]) -> str:
+    columns = ["rank 1 …", *result["backends"]]
+    rows = [[row["fault"], *(cell(Finding(**one)) for one in row["findings"])] for row in result["rows"]]
+    if result["markdown"]:
+        lines = [columns, ["---"] * len(columns), *rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return session.report_table(result, f"{WORLD_SIZE} ranks, group timeout {TIMEOUT_S:.0f} s", columns, rows)
+
+
+def one_fault(backend: str, fault: str) -> Finding:
     """One job, one fault."""
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="ringdp-failures-"))
@@ -101,8 +113,7 @@ def measure(backend: str, fault: str) -> Finding:
 
 @contextlib.contextmanager
 def started(backend: str, fault: str, folder: Path, hosts: Hosts | None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    script = Path(__file__).with_name("failures_rank.py")
-    words = [sys.executable, str(script), backend, fault, str(folder), str(TIMEOUT_S)]
+    words = [sys.executable, "-m", "benchmarks.failures.failures_rank", backend, fault, str(folder), str(TIMEOUT_S)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(WORLD_SIZE):
@@ -111,7 +122,7 @@ def started(backend: str, fault: str, folder: Path, hosts: Hosts | None) -> Iter
             else:
                 command, env = hosts.command(rank, words), hosts.rank_env(rank=rank, per_host=1)
             env |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "OMP_NUM_THREADS": "1"}
-            env |= {"RINGDP_STALL_NOTICE": "2", "PYTHONPATH": str(script.parents[1])}
+            env |= {"RINGDP_STALL_NOTICE": "2", "PYTHONPATH": str(ROOT)}
             with open(folder / f"said-{rank}", "wb") as said:
                 ranks.append(start(command, env=env, stdout=said, stderr=subprocess.STDOUT))
         yield ranks
@@ -168,12 +179,6 @@ def notice(folder: Path, others: list[int]) -> str:
     return ""
 
 
-def write(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.rename(path)
-
-
 def cell(finding: Finding) -> str:
     if finding.seconds is None:
         return finding.words if finding.words != "nothing" else f"not within {PATIENCE_S:.0f} s"
@@ -181,17 +186,3 @@ def cell(finding: Finding) -> str:
         return f"no error ({finding.seconds:.1f} s)"
     time_text = f"{finding.seconds * 1000:.0f} ms" if finding.seconds < 1 else f"{finding.seconds:.1f} s"
     return f"{time_text}, {'names it' if finding.named else 'names nobody'}"
-
-
-def table(backends: list[str], rows: list[tuple[str, list[Finding]]], *, markdown: bool) -> str:
-    lines = [["rank 1 …", *backends], *([fault, *map(cell, findings)] for fault, findings in rows)]
-    if markdown:
-        lines.insert(1, ["---"] * len(lines[0]))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    text = "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines)
-    return f"{text}\n{WORLD_SIZE} ranks on {socket.gethostname()}, group timeout {TIMEOUT_S:.0f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Ranks that are slow for want of a core, for a long time: nobody may be called lost, stuck or late.
 
-    false_alarms.py --minutes 30               4 ranks on 2 cores beside a process that never rests
-    false_alarms.py --elastic --ranks 8        steps of an elastic job, in which nobody may be taken for lost
+    python -m benchmarks false_alarms --minutes 30               4 ranks on 2 cores beside a process that never rests
+    python -m benchmarks false_alarms --elastic --ranks 8        steps of an elastic job, in which nobody may be taken for lost
 
 Every rank mixes collectives of all sizes (with --elastic: steps of models of all sizes, and means of metrics), pauses
 and computation, and checks the results. It fails at the first error, wrong sum or log line, and prints how much was
@@ -22,23 +21,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.lib.ranks import Command, run_commands
+from benchmarks.lib.ranks import ROOT, Command, run_commands
 
 SIZES = (1, 1000, 20_000, 300_000, 4_000_000)
 CALLS_PER_ROUND = 20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--ranks", type=int, default=4, help="how many (default 4)")
     parser.add_argument("--cores", type=int, default=2, help="cores that all share (default 2)")
     parser.add_argument("--elastic", action="store_true", help="steps of an elastic job in place of collectives")
-    parser.add_argument("--seed", type=int, default=None, help="of sizes and pauses; printed")
-    args = parser.parse_args(argv)
-    seed = random.randrange(2**31) if args.seed is None else args.seed
-    done = run(minutes=args.minutes, ranks=args.ranks, cores=args.cores, seed=seed, elastic=args.elastic)
-    print(json.dumps(done))
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of sizes and pauses; printed")
+    print(json.dumps(run(**vars(parser.parse_args(argv)))))
     return 0
 
 
@@ -53,11 +49,10 @@ def run(*, minutes: float, ranks: int, cores: int, seed: int, elastic: bool = Fa
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # the children inherit it
     with tempfile.TemporaryDirectory(prefix="ringdp-false-alarms-") as folder:
-        root = str(Path(__file__).resolve().parents[1])
-        env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
         if elastic:
             env |= {"RINGDP_ELASTIC": "1", "RINGDP_REPORT_EVERY": "0"}
-        rank = [sys.executable, __file__, "--rank", folder, str(seed), str(minutes * 60)]
+        rank = [sys.executable, "-m", "benchmarks.failures.false_alarms", folder, str(seed), str(minutes * 60)]
         commands = [Command(rank, {**env, "RANK": str(i)}, f"rank {i}") for i in range(ranks)]
         busy = f"import os, time\nwhile not os.path.exists({folder + '/done'!r}):\n  [0 for _ in range(10**6)]"
         commands.append(Command([sys.executable, "-c", busy], env, "the busy process"))
@@ -149,8 +144,5 @@ def work(folder: str, seed: int, seconds: float) -> None:
     print(json.dumps({"calls": calls, "slowest_s": slowest_s}))
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        work(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-        sys.exit(0)
-    sys.exit(main())
+if __name__ == "__main__":  # a rank
+    work(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
