@@ -77,9 +77,9 @@ RUNNABLES = {
     "gpu_kernels": Runnable("gpu.kernels", "how fast are the CUDA kernels beside a copy?", 2, "1 GPU"),
     "gpu_step": Runnable("gpu.step", "a step over NCCL: RingDP beside torch's DDP", 3, "1 GPU"),
     "staging": Runnable("gpu.staging", "all-reduce of GPU tensors through pinned memory and ring", 1, "1 GPU"),
-    "plots": Runnable("pictures.plots", "none: draws the pictures of docs/lab from results", 15, "matplotlib"),
+    "plots": Runnable("lib.plots", "none: draws the pictures of docs/lab from results", 15, "matplotlib"),
     "dashboard": Runnable(
-        "pictures.dashboard", "are the queries of examples/grafana_dashboard.json right?", 1, "prometheus, matplotlib"
+        "lib.dashboard", "are the queries of examples/grafana_dashboard.json right?", 1, "prometheus, matplotlib"
     ),
 }  # fmt: skip
 

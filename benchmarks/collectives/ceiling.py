@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks.lib.ranks import Unavailable
+from benchmarks.lib.ranks import Unavailable, compiler
 
 SOURCE = Path(__file__).with_name("ceiling.cpp")
 MAX_RANKS = 16
@@ -29,10 +28,6 @@ def why_not(*, ranks: int, hosts: int) -> str | None:
     if compiler() is None:
         return "no C++ compiler: install g++, or name one in CXX"
     return None
-
-
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def build(folder: Path) -> Path:

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.collectives.ceiling import compiler
 from benchmarks.lib import session
 from benchmarks.lib.measure import Quiet, codec_names, format_size, parse_size
-from benchmarks.lib.ranks import ROOT, Failed, Unavailable
+from benchmarks.lib.ranks import ROOT, Failed, Unavailable, compiler
 from ringdp.compression import Info, TopK
 
 SOURCE = Path(__file__).with_name("kernels.cpp")

@@ -1,22 +1,21 @@
-#!/usr/bin/env python3
 """How much of a long or lossy line two hosts get, by ring and by gloo, and what a pause costs.
 
-    ringrun -H one,two benchmarks/far.py --rate 100mbit
+    ringrun -H one,two -m benchmarks far --rate 100mbit
                                     one rank on each of two hosts: all-reduces of 25 MiB through ring and gloo, sends in
                                     one direction, the first all-reduce after a rest of 5 s beside the next one, and
                                     4 KiB alone and beside a bulk operation
-    ringrun -H one,two benchmarks/far.py --settings cubic:1,cubic:16,bbr:8
+    ringrun -H one,two -m benchmarks far --settings cubic:1,cubic:16,bbr:8
                                     with these values of RINGDP_CONGESTION and RINGDP_STREAMS, one after the other
-    ringrun -H one,two,three,four benchmarks/far.py --small --delay 50
+    ringrun -H one,two,three,four -m benchmarks far --small --delay 50
                                     one rank on each of several hosts: exact all-reduces of 4 to 512 KiB, also in
                                     one-way delays of so many ms
-    ringrun -H one,two,three,four benchmarks/far.py --minutes 30
+    ringrun -H one,two,three,four -m benchmarks far --minutes 30
                                     all-reduces of all sizes with rests between, every sum checked, for so long:
                                     fails at the first wrong sum, lost peer or other error
 
 Times are those of the slowest rank, each call by itself: the median, and all of them in the order in which they came.
 An all-reduce of n ranks carries 2 (n - 1) / n times its size in each direction of each rank. `of the line` is against
---rate. `python benchmarks/long_line.py --rate 100mbit --delay 25ms -- python benchmarks/far.py ...` makes the hosts.
+--rate. `python -m benchmarks long_line --rate 100mbit --delay 25ms -- python -m benchmarks far ...` makes the hosts.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import format_size, format_time, table
-from benchmarks.lib.session import slowest
 
 import ringdp
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_size, format_time, parse_size, table
+from benchmarks.lib.ranks import Unavailable
 from ringdp import config
-from ringdp.text import parse_size
 
 SMALL_BYTES = 4096
 SMALL_SIZES = tuple(size << 10 for size in (4, 64, 256, 512))
@@ -44,10 +44,7 @@ LONGEST_REST_S = 5.0
 
 
 def timed(call: Callable[[], object], group: dist.ProcessGroup) -> float:
-    dist.barrier(group)
-    began = time.perf_counter()
-    call()
-    return slowest(time.perf_counter() - began, group)
+    return session.block(call, 1, group)
 
 
 def one_way(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -103,7 +100,7 @@ def soak(group: dist.ProcessGroup, minutes: float, seed: int) -> dict[str, float
             calls += 1
         more[0] = 1.0 if time.monotonic() < end else 0.0
         dist.broadcast(more, group_src=0, group=group)
-    return {"calls": calls, "slowest_s": slowest(slowest_s, group)}
+    return {"calls": calls, "slowest_s": session.slowest(slowest_s, group)}
 
 
 def echo(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
@@ -121,62 +118,67 @@ def echo(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
 def beside_bulk(group: dist.ProcessGroup, size: int, calls: int) -> tuple[list[float], list[float], float]:
     """Seconds of 4 KiB there and back, alone and while an operation of `size` bytes is under way that gives way to
     others; and those of that operation."""
-    other = dist.new_group(backend="ring")
-    assert isinstance(other, dist.ProcessGroup)
+    other = session.ring_group()
     small = torch.zeros(SMALL_BYTES // 4)
     alone = [echo(small, other) for _ in range(calls)]
     large = torch.zeros(size // 4)
     dist.barrier(other)
     began = time.perf_counter()
-    with ringdp.named("far.py: bulk", bulk=True):
+    with ringdp.named("far: bulk", bulk=True):
         work = dist.all_reduce(large, group=group, async_op=True)
     assert work is not None
     beside = []
     for _ in range(calls):
         seconds = echo(small, other)
-        if slowest(float(work.is_completed()), other):
+        if session.slowest(float(work.is_completed()), other):
             break  # nothing was beside it any more
         beside.append(seconds)
     work.wait()
-    return alone, beside, slowest(time.perf_counter() - began, other)
+    return alone, beside, session.slowest(time.perf_counter() - began, other)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    for number, setting in enumerate(args.settings or [""]):
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """On each rank of somebody's launcher, for each setting; rank 0 prints. Through gloo only with the last: it has
+    none."""
+    settings = args.settings.split(",")
+    for number, setting in enumerate(settings):
         if setting:
             os.environ["RINGDP_CONGESTION"], _, os.environ["RINGDP_STREAMS"] = setting.partition(":")
         if number:  # the last store's port may not be free yet
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        measure(args, last=number + 1 >= len(args.settings))
-    return 0
+        yield _one_job(args, last=number + 1 == len(settings))
 
 
-def measure(args: argparse.Namespace, last: bool) -> None:
-    """Join a job, measure, print on rank 0, leave it. Through gloo only with the last setting: it has none."""
+def _one_job(args: argparse.Namespace, *, last: bool) -> dict[str, Any]:
+    """Join a job, measure, print on rank 0, leave it."""
     ringdp.init()
     ranks = ringdp.world_size()
     if ranks < 2 or (ranks > 2 and (args.sends or args.beside)):
-        raise SystemExit("far.py needs two ranks, one on each of two hosts; more with --sends 0 --beside 0")
-    ring = dist.new_group(backend="ring")
-    assert isinstance(ring, dist.ProcessGroup)
+        raise Unavailable("two ranks are needed, one on each of two hosts; more with --sends 0 --beside 0")
+    ring = session.ring_group()
     if args.minutes:
         found = soak(ring, args.minutes, args.seed)
-        if ringdp.rank() == 0:
-            words = (
-                f"{ranks} ranks, {args.minutes:g} minutes: {found['calls']} all-reduces, all sums right, no rank lost"
-            )
-            print(f"{words}; the slowest took {format_time(found['slowest_s'])}", flush=True)
-        ringdp.shutdown()
-        return
-    if args.small:
+        words = f"{args.minutes:g} minutes: {found['calls']} all-reduces, all sums right, no rank lost"
+        text = f"{ranks} ranks, {words}; the slowest took {format_time(found['slowest_s'])}"
+    elif args.small:
         rows = small_ones(ring, args.calls, args.delay / 1000)
-        if ringdp.rank() == 0:
-            print(f"{ranks} ranks, float32, {ringdp.transports()}", flush=True)
-            print(table(["all-reduce", "median", "one-way delays", "each, s"], rows), flush=True)
-        ringdp.shutdown()
-        return
-    size, rate, carried = args.size // 4 * 4, args.rate / 8, 2 * (ranks - 1) / ranks
+        text = table(["all-reduce", "median", "one-way delays", "each, s"], rows)
+        text = f"{ranks} ranks, float32, {ringdp.transports()}\n{text}"
+    else:
+        text = _table_of_line(args, ring, 2 * (ranks - 1) / ranks, gloo=last)
+    if ringdp.rank() == 0:
+        print(text, flush=True)
+    ringdp.shutdown()
+    return {"benchmark": "far", "text": text}
+
+
+def report(result: dict[str, Any]) -> str:
+    """What each job has printed on rank 0 already."""
+    return ""
+
+
+def _table_of_line(args: argparse.Namespace, ring: dist.ProcessGroup, carried: float, *, gloo: bool) -> str:
+    size, rate = args.size // 4 * 4, args.rate / 8
     buffer = torch.zeros(size // 4)
     rows = []
     timed(lambda: dist.all_reduce(torch.zeros(1), group=ring), ring)
@@ -194,32 +196,21 @@ def measure(args: argparse.Namespace, last: bool) -> None:
         rows.append(row("there and back, alone", alone, SMALL_BYTES, 0.0))
         rows.append(row("there and back, beside bulk", beside, SMALL_BYTES, 0.0))
         rows.append(row("all-reduce, bulk", [bulk_s], size, rate, carried))
-    if args.gloo and last:
-        gloo = dist.new_group(backend="gloo")
-        assert isinstance(gloo, dist.ProcessGroup)
-        few = torch.zeros(args.gloo_size // 4)
-        times = [timed(lambda: dist.all_reduce(few, group=gloo), ring) for _ in range(args.gloo)]
+    if args.gloo and gloo:
+        other, few = dist.new_group(backend="gloo"), torch.zeros(args.gloo_size // 4)
+        times = [timed(lambda: dist.all_reduce(few, group=other), ring) for _ in range(args.gloo)]
         rows.append(row("all-reduce, gloo", times, args.gloo_size, rate, carried))
-    if ringdp.rank() == 0:
-        used = " ".join(f"{it}={os.environ[it]}" for it in ("RINGDP_STREAMS", "RINGDP_CONGESTION") if it in os.environ)
-        print(f"{ringdp.transports()} {used}", flush=True)
-        print(table(["", "size", "median", "", "of the line", "each, s"], rows), flush=True)
-    ringdp.shutdown()
+    used = " ".join(f"{it}={os.environ[it]}" for it in ("RINGDP_STREAMS", "RINGDP_CONGESTION") if it in os.environ)
+    return f"{ringdp.transports()} {used}\n{table(['', 'size', 'median', '', 'of the line', 'each, s'], rows)}"
 
 
 def _rate(text: str) -> float:
     return 8 * config.parse_rate(text)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=_rate, default=0.0, help="of the line, for `of the line`: 100mbit")
-    parser.add_argument(
-        "--settings",
-        type=lambda text: text.split(","),
-        default=[],
-        help="one after the other: cubic:16,bbr:8",
-    )
+    parser.add_argument("--settings", default="", help="one after the other: cubic:16,bbr:8")
     parser.add_argument("--size", type=parse_size, default=25 << 20, help="bytes of an all-reduce (25m)")
     parser.add_argument("--calls", type=int, default=5, help="all-reduces through ring (5)")
     parser.add_argument("--sends", type=int, default=3, help="messages in one direction through ring (3)")
@@ -231,11 +222,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of sizes and rests (--minutes; 0)")
     parser.add_argument("--gloo", type=int, default=3, help="all-reduces through gloo (3)")
     parser.add_argument("--gloo-size", type=parse_size, default=4 << 20, help="bytes of one: it is slow (4m)")
-    args = parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> None:
     if args.small or args.minutes:
         args.sends = args.beside = 0
-    return args
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

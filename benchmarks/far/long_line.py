@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Hosts far apart on one machine: network namespaces, and between them a line with a rate, a delay, losses and a queue.
 
-    long_line.py --hosts 2 --rate 100mbit --delay 25ms [--loss 0.1] [--behind-nat 1] [--per-host 2] -- python train.py
+    python -m benchmarks long_line --rate 100mbit --delay 25ms [--loss 0.1] [--behind-nat 1] -- python train.py
         make the hosts, start the command once per rank with the variables torchrun sets, print what the ranks print
         with the rank before it, remove the hosts; the exit code is 1 when a rank failed
 
@@ -18,7 +17,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.hosts import INTERFACE, Hosts, HostsError, namespace, on_host, run_ranks, tool
-from benchmarks.lib.ranks import RanksFailed, signals_unwind, start, stop_all
+from benchmarks.lib.ranks import RanksFailed, compiler, signals_unwind, start, stop_all
 
 SOURCE = Path(__file__).with_name("long_line.cpp")
 # What most hosts have; this machine's may be others.
@@ -98,7 +96,7 @@ class Forwarder:
 
 def _compiled() -> Path:
     """long_line.cpp as a program, compiled when it has changed."""
-    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    found = compiler()
     if found is None:
         raise HostsError("no C++ compiler: install g++, or name one in CXX")
     folder = Path(tempfile.gettempdir()) / f"ringdp-long-line-{os.getuid()}"
@@ -122,7 +120,7 @@ def usual_congestion() -> str:
     own = (_IPV4 / "tcp_congestion_control").read_text().strip()
     if _MOST_HOSTS in (*allowed, own):
         return _MOST_HOSTS
-    print(f"long_line.py: the hosts have {own}, not {_MOST_HOSTS}, which this system keeps from them", file=sys.stderr)
+    print(f"long_line: the hosts have {own}, not {_MOST_HOSTS}, which this system keeps from them", file=sys.stderr)
     return own
 
 
@@ -159,7 +157,9 @@ class FarHosts(Hosts):
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the words of the command after `--`."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks long_line", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     words = list(argv[cut + 1 :])
     parser.add_argument("--hosts", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--per-host", type=int, default=1, help="ranks on each host (default 1)")
@@ -185,20 +185,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, words
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args, words = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    args, words = parse(argv)
     line = LongLine(args.delay, args.loss, args.queue, args.behind_nat)
     try:
         with signals_unwind(), FarHosts(args.hosts, rate=args.rate, line=line, congestion=args.congestion) as hosts:
             run_ranks(hosts, words, per_host=args.per_host, timeout_s=args.timeout)
     except HostsError as error:
-        print(f"long_line.py: {error}", file=sys.stderr)
+        print(f"long_line: {error}", file=sys.stderr)
         return 2
     except RanksFailed as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,14 @@
-#!/usr/bin/env python3
 """What rounds (ringdp.DiLoCo) cost, and what they do to the loss.
 
-    python benchmarks/rounds.py step        one outer step: DiLoCo beside the usual loop on gloo (an all-reduce for each
+    python -m benchmarks rounds step        one outer step: DiLoCo beside the usual loop on gloo (an all-reduce for each
                                             parameter, torch's SGD, parameters copied out and back), in turns
-    python benchmarks/rounds.py loss        the GPT of examples/char_lm.py on 4 ranks, equal tokens, several seeds:
+    python -m benchmarks rounds loss        the GPT of examples/char_lm.py on 4 ranks, equal tokens, several seeds:
                                             RingDP, and rounds of 50 and 100 steps, exact and as codes,
                                             after --warm-up of the steps, which are exact (0.1)
-    python benchmarks/rounds.py overlap --hosts 2 --rate 100mbit
+    python -m benchmarks rounds overlap --hosts 2 --rate 100mbit
                                             a larger GPT between hosts: a step alone, and with streaming rounds
-    ringrun -H one,two benchmarks/rounds.py overlap         the same between your own machines
-    sudo python benchmarks/long_line.py --rate 100mbit --timeout 1500 -- python benchmarks/rounds.py overlap
+    ringrun -H one,two -m benchmarks rounds overlap         the same between your own machines
+    sudo python -m benchmarks long_line --rate 100mbit --timeout 1500 -- python -m benchmarks rounds overlap
                                             and between two namespaces, 50 ms there and back
 
 `step` checks that both come to the same parameters before it times them. `loss` prints nats per character on text that
@@ -26,17 +25,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.lib import session
 import torch
 import torch.distributed as dist
-from benchmarks.lib.measure import interval, machine, table
-from benchmarks.compression.quality_runs import gpt_loss, small_gpt_options, text, unseen_nats, windows_of
-from benchmarks.far.rounds_overlap import STREAMING, large_gpt, overlap, report_overlap
 from torch import nn
 
 import ringdp
+from benchmarks.compression.quality_runs import gpt_loss, gpt_options, small_gpt_options, text, unseen_nats, windows_of
+from benchmarks.lib import session
+from benchmarks.lib.measure import interval, table
 from examples.char_lm import GPT
 
+STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 RUNS: dict[str, dict[str, Any] | None] = {
     "RingDP": None,
@@ -89,10 +88,9 @@ def drift(module: nn.Module, rank: int) -> None:
 
 
 def outer_steps(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
-    group = dist.new_group(backend="ring")
-    assert isinstance(group, dist.ProcessGroup)
+    group = session.ring_group()
     modules = {name: large_gpt() for name in ("usual loop, gloo", "DiLoCo", "DiLoCo, int4")}
-    calls: dict[str, Callable[[], None]] = {
+    calls: dict[str, Callable[[], object]] = {
         "usual loop, gloo": UsualLoop(modules["usual loop, gloo"]),
         "DiLoCo": Round(modules["DiLoCo"], group, None),
         "DiLoCo, int4": Round(modules["DiLoCo, int4"], group, "int4"),
@@ -104,26 +102,18 @@ def outer_steps(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]
     exact, ours, coded = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in modules.values())
     assert torch.allclose(exact, ours, atol=1e-6), "the rounds disagree"
     assert (exact - coded).abs().max() < 5e-3
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(given["blocks"]):
-        for name in list(calls) if turn % 2 else reversed(list(calls)):
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(3):
-                calls[name]()
-            times[name].append(session.slowest((time.perf_counter() - began) / 3))
-    return {"parameters": exact.numel(), "times": times}
+    return {"parameters": exact.numel(), "times": session.alternate(calls, given["blocks"], 3)}
 
 
-def report_steps(result: dict[str, Any]) -> str:
-    times = result["rows"][0]["times"]
+def report_steps(result: dict[str, Any]) -> tuple[str, str]:
+    times = result["rows"]["times"]
     base = times["usual loop, gloo"]
     rows = []
     for name, each in times.items():
         ratio, half = interval([a / b for a, b in zip(each, base, strict=True)])
         rows.append([name, f"{statistics.median(each) * 1e3:.1f} ms", f"{ratio:.3f} ± {half if half < 9 else 0:.3f}"])
-    words = f"one outer step of {result['rows'][0]['parameters']:,} parameters, {result['ranks']} ranks, loopback"
-    return words + "\n\n" + table(["", "median of the slowest rank", "to the usual loop"], rows)
+    words = f"one outer step of {result['rows']['parameters']:,} parameters"
+    return words, table(["", "median of the slowest rank", "to the usual loop"], rows)
 
 
 # The loss.
@@ -175,20 +165,19 @@ def train(
 
 
 def losses(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
-    group = dist.new_group(backend="ring")
+    group = session.ring_group()
     found: dict[str, list[float]] = {name: [] for name in given["runs"]}
     costs: dict[str, dict[str, float]] = {}
     for seed in given["seeds"]:
         for name in given["runs"]:
             loss, costs[name] = train(name, seed, given["steps"], given["warm_up"], group, joined.rank, given["outer"])
             found[name].append(loss)
-            if joined.rank == 0:
-                print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
+            joined.say(f"seed {seed}, {name}: {loss:.4f}")
     return {"losses": found, "costs": costs}
 
 
-def report_losses(result: dict[str, Any]) -> str:
-    found, costs = result["rows"][0]["losses"], result["rows"][0]["costs"]
+def report_losses(result: dict[str, Any]) -> tuple[str, str]:
+    found, costs = result["rows"]["losses"], result["rows"]["costs"]
     base = next(iter(found.values()))
     rows = []
     for name, each in found.items():
@@ -200,50 +189,101 @@ def report_losses(result: dict[str, Any]) -> str:
     settings = result["settings"]
     exact = f"the first {settings['warm_up']} exact"
     seeds = ", ".join(map(str, settings["seeds"]))
-    words = f"{result['ranks']} ranks, {settings['steps']} steps each, {exact}, seeds {seeds}"
+    words = f"{settings['steps']} steps each, {exact}, seeds {seeds}"
     columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
-    return words + "\n\n" + table(columns, rows)
+    return words, table(columns, rows)
+
+
+# A step beside rounds.
+
+
+def large_gpt(width: int = 384, layers: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(96, gpt_options(width=width, layers=layers, heads=6, context=64))
+
+
+def overlap(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
+    """Seconds of a step alone and with rounds, in alternating blocks, of the slower rank; and its processor time, which
+    other programs do not change much."""
+    group = session.ring_group()
+    alone, shared = large_gpt(given["width"], given["layers"]), large_gpt(given["width"], given["layers"])
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-4) for one in (alone, shared)]
+    rounds = ringdp.DiLoCo(
+        shared, optimizers[1], every=given["every"], compression=given["compression"], process_group=group, **STREAMING
+    )
+    draw = torch.Generator().manual_seed(joined.rank)
+    ends = torch.zeros(1, dtype=torch.float64)
+
+    def block(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> tuple[float, float]:
+        began, computed = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            x = torch.randint(96, (given["batch"], 65), generator=draw)
+            optimizer.zero_grad()
+            gpt_loss(module, x).backward()
+            optimizer.step()
+        return (time.perf_counter() - began) / steps, (time.process_time() - computed) / steps
+
+    for module, optimizer in zip((alone, shared), optimizers, strict=True):
+        block(module, optimizer, 2)
+    dist.all_reduce(ends, group=group)
+    before = rounds.stats()
+    each: list[list[float]] = []  # seconds alone and with rounds, processor time of both
+    steps = -(-given["every"] // 2)
+    for turn in range(given["blocks"]):
+        mine = [0.0] * 4
+        for which in (0, 1) if turn % 2 else (1, 0):
+            mine[which], mine[which + 2] = block((alone, shared)[which], optimizers[which], steps)
+        told = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        each.append(told.tolist())
+    after = rounds.stats()
+    rounds.finish()
+    waited = (after.waited_s - before.waited_s) / (steps * len(each))
+    ended = rounds.stats()
+    return {
+        "alone": [one[0] for one in each],
+        "with rounds": [one[1] for one in each],
+        "cpu alone": [one[2] for one in each],
+        "cpu with rounds": [one[3] for one in each],
+        "waited_s": waited,
+        "less": ended.bytes_of_exact_steps / max(1, ended.bytes_sent),
+        "steps": ended.steps,
+        "parameters": sum(p.numel() for p in alone.parameters()),
+    }
+
+
+def report_overlap(result: dict[str, Any]) -> tuple[str, str]:
+    row, settings = result["rows"], result["settings"]
+    alone, shared = row["alone"], row["with rounds"]
+    ratio, half = interval([b / a for a, b in zip(alone, shared, strict=True)])
+    code = settings["compression"] or "exact"
+    cpu, cpu_half = interval([b / a for a, b in zip(row["cpu alone"], row["cpu with rounds"], strict=True)])
+    rows = [
+        ["alone", f"{statistics.median(alone) * 1e3:.1f} ms", "1", "1"],
+        [f"every {settings['every']}, streaming, {code}", f"{statistics.median(shared) * 1e3:.1f} ms",
+         f"{ratio:.3f} ± {half:.3f}", f"{cpu:.3f} ± {cpu_half:.3f}"],
+    ]  # fmt: skip
+    wait = row["waited_s"] / statistics.median(shared)
+    words = f"{row['parameters']:,} parameters; exposed wait {100 * wait:.2f} % of a step"
+    sent = f"{row['steps']} steps and the last round sent 1/{row['less']:.0f} of the bytes of exact ones"
+    columns = ["", "a step of the slower rank", "ratio, 95 %", "processor time, ratio"]
+    return f"{words}; {sent}", table(columns, rows)
 
 
 # Running.
 
 
-def run_rank(path: str) -> None:
-    joined = session.join(path)
-    given = joined.settings
-    if given["what"] == "overlap":
-        group = dist.new_group(backend="ring")
-        joined.deliver(overlap(given, group, joined.rank, joined.world_size))
-        return
-    joined.deliver((outer_steps if given["what"] == "step" else losses)(given, joined))
+def run_rank(joined: session.Joined) -> None:
+    joined.deliver(
+        {"step": outer_steps, "loss": losses, "overlap": overlap}[joined.settings["what"]](joined.settings, joined)
+    )
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return what `--json` writes. Raises Unavailable, RanksFailed."""
-    if reason := session.why_no_ringdp():
-        raise session.Unavailable(reason)
-    settings = settings_of(args)
-    ranks = args.ranks or (4 if args.what == "loss" else args.hosts or 2)
-    place = session.Place(ranks, args.hosts, args.rate)
-    with session.make_hosts(place) as hosts:
-        row, quiet = session.run(__file__, settings, place, hosts=hosts, timeout_s=args.timeout)
-    return {
-        "benchmark": "rounds",
-        "what": args.what,
-        "machine": machine(),
-        "settings": settings,
-        "ranks": ranks,
-        "where": str(place),
-        "quiet": str(quiet),
-        "rows": [row],
-    }
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "what": args.what,
         "blocks": args.blocks,
-        "runs": args.runs.split(";"),
+        "runs": args.runs,
         "seeds": list(range(args.seeds)),
         "steps": args.steps,
         "warm_up": round(args.warm_up * args.steps),
@@ -257,26 +297,31 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result as text."""
-    shown = {"step": report_steps, "loss": report_losses, "overlap": report_overlap}[result["what"]](result)
-    about = result["machine"]
-    return f"{about['processor']}, {about['cores']} cores, torch {about['torch']}; {result['quiet']}\n{shown}"
+    words, shown = REPORTS[result["settings"]["what"]](result)
+    return session.text(result, words, shown)
 
 
-def under_a_launcher(args: argparse.Namespace) -> int:
-    """`overlap` on ranks that somebody else has started."""
+REPORTS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
+    "step": report_steps, "loss": report_losses, "overlap": report_overlap
+}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    module = sys.modules[__name__]
+    if "RANK" not in os.environ or "--as-rank" in argv:
+        return session.main(module, "rounds", argv)
+    args = session.parse(module, argv)  # on ranks that somebody else has started
     ringdp.init()
-    settings = settings_of(args)
-    row = overlap(settings, dist.group.WORLD, ringdp.rank(), ringdp.world_size())
+    given = settings(args)
+    row = overlap(given, session.Joined(given, ringdp.rank(), ringdp.world_size(), 0, print))
     if ringdp.rank() == 0:
-        hosts = {"rows": [row], "settings": settings, "where": f"{ringdp.world_size()} ranks, {ringdp.transports()}"}
-        print(report_overlap(hosts), flush=True)
+        words, shown = report_overlap({"rows": row, "settings": given})
+        print(f"{words}, {ringdp.world_size()} ranks, {ringdp.transports()}\n\n{shown}", flush=True)
     ringdp.shutdown()
     return 0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", default="step", choices=("step", "loss", "overlap"), help="default step")
     parser.add_argument("--blocks", type=int, default=9, help="of each kind (step, overlap; default 9)")
     parser.add_argument("--runs", default=";".join(RUNS), help="of loss, with semicolons; the first is compared with")
@@ -290,24 +335,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a step (overlap; default 4)")
     parser.add_argument("--width", type=int, default=384, help="of the model (overlap; default 384)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (overlap; default 6)")
-    parser.add_argument("--json", metavar="FILE", help="write everything measured there, too")
-    session.add_place_options(parser)
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.runs.split(";") if name not in RUNS]:
-        parser.error(f"{unknown[0]!r} is not known: choose from {'; '.join(RUNS)}")
+
+
+def check(args: argparse.Namespace) -> None:
+    args.runs = session.chosen(args.runs, tuple(RUNS), ";")
+    if args.what == "loss" and args.ranks is None and not args.hosts:
+        args.place = session.Place(4)
     if not 0 <= args.warm_up < 1:
-        parser.error("--warm-up is a part of the steps: from 0 to below 1")
-    if min(args.blocks, args.seeds, args.steps, args.every, args.batch) < 1:
-        parser.error("numbers are at least 1")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    if args.what == "overlap" and not args.as_rank and "RANK" in os.environ:
-        return under_a_launcher(args)
-    return session.main(args, run_rank, measure, report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise ValueError("--warm-up is a part of the steps: from 0 to below 1")
+    session.at_least(1, blocks=args.blocks, seeds=args.seeds, steps=args.steps, every=args.every, batch=args.batch)

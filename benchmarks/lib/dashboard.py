@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Draws examples/grafana_dashboard.json by what a Prometheus answers that scrapes a job: are its queries right?
 
     ringrun --nproc-per-node 3 --metrics-dir DIR --metrics-port 9400 train.py      a job that runs for a minute or so
-    python benchmarks/dashboard.py --port 9400 --seconds 30                        meanwhile; writes dashboard.svg
+    python -m benchmarks dashboard --port 9400 --seconds 30                        meanwhile; writes dashboard.svg
 
 Starts the program `prometheus` (Debian's package, or the PATH's) in a folder of its own, asks it each panel's query as
 Grafana does, and draws the panels where the dashboard has them. Exit code 1 if a query fails or has no answer. Needs
@@ -15,19 +14,18 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import tempfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.ranks import start, stop_all
+from benchmarks.lib.plots import pyplot
+from benchmarks.lib.ranks import ROOT, Failed, Unavailable, start, stop_all
 
-DASHBOARD = Path(__file__).resolve().parents[1] / "examples/grafana_dashboard.json"
+DASHBOARD = ROOT / "examples/grafana_dashboard.json"
 _CONFIG = """\
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -40,7 +38,7 @@ def scrape(port: int, own_port: int, seconds: float) -> dict[str, list[dict[str,
     """By expression of the dashboard, what Prometheus answers for the last `seconds`, one entry for each series."""
     program = shutil.which("prometheus")
     if program is None:
-        raise SystemExit("dashboard.py: the program prometheus is missing: install the package prometheus")
+        raise Unavailable("the program prometheus is missing: install the package prometheus")
     dashboard = json.loads(DASHBOARD.read_text())
     with tempfile.TemporaryDirectory(prefix="ringdp-prometheus-") as folder:
         config = Path(folder, "prometheus.yml")
@@ -64,18 +62,13 @@ def _ask(port: int, expression: str, seconds: float) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query_range?{query}", timeout=10) as answer:
             return list(json.load(answer)["data"]["result"])
     except urllib.error.URLError as error:
-        raise SystemExit(f"dashboard.py: Prometheus refuses {expression}: {error}") from error
+        raise Failed(f"Prometheus refuses {expression}: {error}") from error
 
 
 def draw(answers: dict[str, list[dict[str, Any]]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     panels = json.loads(DASHBOARD.read_text())["panels"]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-    figure = pyplot.figure(figsize=(14, height * 0.4))
+    figure = pyplot().figure(figsize=(14, height * 0.4))
     for panel in panels:
         at = panel["gridPos"]
         bottom = 1 - (at["y"] + at["h"]) / height
@@ -98,19 +91,18 @@ def _named(pattern: str, labels: dict[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), pattern)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, required=True, help="of ringrun --metrics-port")
     parser.add_argument("--own-port", type=int, default=9490, help="for Prometheus (default 9490)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the job that are shown (default 30)")
     parser.add_argument("--output", default="dashboard.svg", metavar="FILE", help="(default dashboard.svg)")
-    args = parser.parse_args(argv)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     answers = scrape(args.port, args.own_port, args.seconds)
-    for expression, series in answers.items():
-        print(f"{len(series):3d} series of {expression}")
     draw(answers, args.output)
-    return int(not all(answers.values()))
+    return {"benchmark": "dashboard", "answers": answers, "failed": not all(answers.values())}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def report(result: dict[str, Any]) -> str:
+    return "\n".join(f"{len(series):3d} series of {expression}" for expression, series in result["answers"].items())

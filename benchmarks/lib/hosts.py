@@ -1,13 +1,13 @@
 """Several hosts on one machine: network namespaces joined by a bridge, each behind a link of the given speed.
 
-    python -m benchmarks hosts run   --hosts 4 --rate 1gbit [--per-host 1] [--timeout 300] -- python train.py
+    hosts run   --hosts 4 --rate 1gbit [--per-host 1] [--timeout 300] -- python train.py
         make the hosts, start the command once per rank with the variables torchrun sets, print what the ranks print
         with the rank before it, remove the hosts; the exit code is 1 when a rank failed
-    python -m benchmarks hosts up    --hosts 2 --rate 1gbit --name lab     make the hosts and leave them
-    python -m benchmarks hosts exec  --name lab --host 1 -- ping -c1 h0    run a command on one of them
-    python -m benchmarks hosts cut   --name lab --host 1                   take a host's link down; `heal` brings it up again
-    python -m benchmarks hosts down  --name lab                            remove the hosts and end what still runs on them
-    python -m benchmarks hosts clean                                       remove what runs that were killed left behind
+    hosts up    --hosts 2 --rate 1gbit --name lab     make the hosts and leave them
+    hosts exec  --name lab --host 1 -- ping -c1 h0    run a command on one of them
+    hosts cut   --name lab --host 1                   take a host's link down; `heal` brings it up again
+    hosts down  --name lab                            remove the hosts and end what still runs on them
+    hosts clean                                       remove what runs that were killed left behind
 
 Needs root and iproute2. Each host has an address (10.77.0.1, … called h0, …), a host name and a loopback
 of its own; nothing outside is reachable. Hosts share a kernel and a file system, so RINGDP_HOST_ID tells them apart.
@@ -343,8 +343,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, words
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args, words = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    args, words = parse(argv)
     try:
         reason = why_not()
         if reason is not None:

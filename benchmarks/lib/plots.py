@@ -1,11 +1,16 @@
-#!/usr/bin/env python3
-"""Measure and draw the plots of docs/lab/benchmarks.md; each command takes a few minutes.
+"""Draw the pictures of docs/lab from what was measured.
 
-    python benchmarks/plots.py busbw          bus bandwidth over size: ring, gloo, Open MPI, ceiling; 2, 4, 8 ranks
-    sudo python benchmarks/plots.py hosts     time over the number of hosts at 1 Gbit, beside the line's limit
-    python benchmarks/plots.py model          both measured against the cost model; draws what the others have measured
+    python -m benchmarks plots busbw            measures, a few minutes: bus bandwidth over size; 2, 4, 8 ranks
+    sudo python -m benchmarks plots hosts       measures: time over the number of hosts at 1 Gbit, beside the line's limit
+    python -m benchmarks plots model            both measured against the cost model; draws what the others have measured
 
-What was measured goes to docs/lab/plots/NAME.json, the plot to docs/lab/plots/NAME.svg; `--draw` only draws again.
+    python -m benchmarks compression_quality codes --json docs/lab/plots/quality.json
+    python -m benchmarks plots quality          error of an all-reduce of 8 ranks over bits an element
+    sudo python -m benchmarks time_to_loss --hosts 4 --rate 100mbit --json docs/lab/plots/loss.json
+    python -m benchmarks plots loss             training loss over time; `resnet`: the same of the ResNet-18
+    python -m benchmarks plots far              time to a loss between two sites, from what far_loss has kept
+
+Results are in docs/lab/plots/NAME.json, a picture goes to docs/lab/plots/NAME.svg; `--draw` only draws again.
 Needs matplotlib: pip install -r requirements/plots.txt
 """
 
@@ -18,20 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives import allreduce
 from benchmarks.lib import session
-from benchmarks.collectives.ceiling import CeilingUnavailable
-from benchmarks.lib.goodput import NoGoodput
-from benchmarks.lib.hosts import HostsError
 from benchmarks.lib.measure import format_size
-from benchmarks.pictures.pictures import pyplot
-from benchmarks.lib.ranks import RanksFailed
+from benchmarks.lib.ranks import ROOT, Unavailable
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "plots"
-RANKS = "2,4,8"
-HOSTS = "2,3,4,6,8"
-SIZES = "4k,16k,64k,256k,1m,4m,25m,100m"
-HOST_SIZE = "25m"
+FOLDER = ROOT / "docs" / "lab" / "plots"
+COUNTS = {"busbw": "2,4,8", "hosts": "2,3,4,6,8"}
+SIZES = {"busbw": "4k,16k,64k,256k,1m,4m,25m,100m", "hosts": "25m"}
+COLOURS = ("#c02030", "#3060c0", "#208040", "#808080", "#c08020", "#8040a0")
 LOOKS: dict[str, dict[str, Any]] = {  # of each backend, the same in every plot
     "ring": {"label": "ringdp", "color": "#c02030", "marker": "o", "linewidth": 2.0},
     "gloo": {"label": "gloo", "color": "#3060c0", "marker": "s"},
@@ -40,32 +39,42 @@ LOOKS: dict[str, dict[str, Any]] = {  # of each backend, the same in every plot
 }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def pyplot() -> Any:
+    """matplotlib's, so that the same picture is the same file. Raises Unavailable where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Unavailable("matplotlib is missing: pip install -r requirements/plots.txt") from error
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "ringdp"
+    return pyplot
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plot", choices=PLOTS, help="which one")
     parser.add_argument("--draw", action="store_true", help="measure nothing, draw what was measured before")
-    parser.add_argument("--counts", help="how many ranks (busbw, default 2,4,8) or hosts (hosts, default 2,3,4,6,8)")
-    parser.add_argument("--sizes", help=f"bytes to reduce (busbw: {SIZES}; hosts: {HOST_SIZE})")
+    parser.add_argument("--counts", help=f"how many ranks ({COUNTS['busbw']}) or hosts ({COUNTS['hosts']})")
+    parser.add_argument("--sizes", help=f"bytes to reduce (busbw: {SIZES['busbw']}; hosts: {SIZES['hosts']})")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of calls for each backend and size (default 5)")
     parser.add_argument("--block-seconds", type=float, default=0.15, help="about how long a block lasts (default 0.15)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/lab/plots)")
-    return parser.parse_args(argv)
 
 
-def _measure(args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    words = ["--rounds", str(args.rounds), "--block-seconds", str(args.block_seconds), *options]
-    print(f"allreduce.py {' '.join(words)}", file=sys.stderr)
-    return allreduce.measure(allreduce.parse(words))
+def measure_allreduce(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks.collectives import allreduce
 
-
-def measure_busbw(args: argparse.Namespace) -> list[dict[str, Any]]:
-    options = ["--sizes", args.sizes or SIZES, "--peers", "gloo,mpi,ceiling"]
-    return [_measure(args, "--ranks", n, *options) for n in (args.counts or RANKS).split(",")]
-
-
-def measure_hosts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    options = ["--rate", "1gbit", "--sizes", args.sizes or HOST_SIZE, "--peers", "gloo"]
-    return [_measure(args, "--hosts", n, *options) for n in (args.counts or HOSTS).split(",")]
+    place = ["--ranks"] if args.plot == "busbw" else ["--rate", "1gbit", "--hosts"]
+    peers = "gloo,mpi,ceiling" if args.plot == "busbw" else "gloo"
+    words = ["--rounds", str(args.rounds), "--block-seconds", str(args.block_seconds), "--peers", peers]
+    words += ["--sizes", args.sizes or SIZES[args.plot]]
+    found = []
+    for count in (args.counts or COUNTS[args.plot]).split(","):
+        found.append(allreduce.measure(session.parse(allreduce, [*words, *place, count])))
+        for warning in found[-1]["quiet"]["warnings"]:
+            print(f"WARNING: {found[-1]['place']['words']}: {warning}", file=sys.stderr)
+    return found
 
 
 def draw_busbw(results: Sequence[dict[str, Any]], plt: Any) -> Any:
@@ -76,7 +85,9 @@ def draw_busbw(results: Sequence[dict[str, Any]], plt: Any) -> Any:
             if rows:
                 axis.plot([row["size_bytes"] for row in rows], [row["busbw"] / 1e9 for row in rows], **look)
         axis.set(xscale="log", yscale="log", xlabel="size", title=result["place"]["words"])
-        _size_ticks(axis, [row["size_bytes"] for row in result["rows"]])
+        ticks = sorted({row["size_bytes"] for row in result["rows"]})[::2]
+        axis.set_xticks(ticks, [format_size(size) for size in ticks], fontsize=7)
+        axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("bus bandwidth, GB/s")
     axes[0][0].legend()
@@ -87,17 +98,13 @@ def draw_hosts(results: Sequence[dict[str, Any]], plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(6, 4))
     hosts = [result["place"]["hosts"] for result in results]
     size = max(row["size_bytes"] for row in results[0]["rows"])
+    every = [row for result in results for row in result["rows"] if row["size_bytes"] == size]
     for name, look in LOOKS.items():
-        rows = [
-            row for result in results for row in result["rows"] if (row["backend"], row["size_bytes"]) == (name, size)
-        ]
+        rows = [row for row in every if row["backend"] == name]
         if rows:
             axis.plot(hosts, [row["time"]["median_s"] * 1e3 for row in rows], **look)
-    limits = []
-    for result in results:
-        line = result["goodput_bytes_per_s"]
-        rate = line["one_way"] if line else 1e9 / 8
-        limits.append(2 * (result["place"]["hosts"] - 1) / result["place"]["hosts"] * size / rate * 1e3)
+    rates = [it["one_way"] if (it := result["goodput_bytes_per_s"]) else 1e9 / 8 for result in results]
+    limits = [2 * (n - 1) / n * size / rate * 1e3 for n, rate in zip(hosts, rates, strict=True)]
     axis.plot(hosts, limits, color="black", linestyle=":", label="the line: 2(h-1)/h of the size at iperf3's goodput")
     axis.set(xlabel="hosts, one rank on each, 1 Gbit", ylabel="ms", title=f"all-reduce of {format_size(size)}")
     axis.set_ylim(bottom=0)
@@ -117,77 +124,107 @@ def draw_model(results: Sequence[dict[str, Any]], plt: Any) -> Any:
     for result in results:
         ranks, hosts = result["place"]["ranks"], max(1, result["place"]["hosts"])
         place = HostLayout.spread(ranks=ranks, hosts=hosts, cores=result["machine"]["cores"])
-        measured, predicted = [], []
-        for row in result["rows"]:
-            if row["backend"] == "ring":
-                name = algorithm(place, "float32", row["size_bytes"], Tuning())
-                measured.append(row["time"]["median_s"])
-                predicted.append(work(name, place, row["size_bytes"]).seconds(AlgorithmCosts(), place))
+        rows = [row for row in result["rows"] if row["backend"] == "ring"]
+        names = [algorithm(place, "float32", row["size_bytes"], Tuning()) for row in rows]
+        works = [work(name, place, row["size_bytes"]) for name, row in zip(names, rows, strict=True)]
+        measured = [row["time"]["median_s"] for row in rows]
+        predicted = [it.seconds(AlgorithmCosts(), place) for it in works]
         every += measured + predicted
         axis.plot(measured, predicted, marker="o", linestyle="", label=result["place"]["words"])
-    ends = [min(every), max(every)]
-    axis.plot(ends, ends, color="black", linewidth=0.8)
+    axis.plot([min(every), max(every)], [min(every), max(every)], color="black", linewidth=0.8)
     axis.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title="all-reduce and cost model")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     return figure
 
 
-def _size_ticks(axis: Any, sizes: Sequence[int]) -> None:
-    ticks = sorted(set(sizes))[::2]
-    axis.set_xticks(ticks, [format_size(size) for size in ticks], fontsize=7)
-    axis.set_xticks([], minor=True)
+def draw_quality(result: dict[str, Any], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(8, 5))
+    sources = list(dict.fromkeys(row["gradients"] for row in result["rows"]))
+    of = {it: sorted((r for r in result["rows"] if r["gradients"] == it), key=lambda r: r["bits"]) for it in sources}
+    for source, colour in zip(sources, COLOURS, strict=False):
+        errors = [row["all_reduce"][-1] for row in of[source]]
+        axis.plot([row["bits"] for row in of[source]], errors, marker="o", linestyle="", color=colour, label=source)
+    for turn, row in enumerate(of[sources[-1]]):  # neighbours' names stand above and below, or they would overlap
+        place = {"xytext": (0, -14 if turn % 2 else 10), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(row["code"], (row["bits"], row["all_reduce"][-1]), fontsize="x-small", **place)
+    axis.set(xscale="log", yscale="log", xlabel="bits an element", ylabel="|mean' - mean|² / |mean|²")
+    axis.set_xticks([0.25, 1, 4, 16], ["0.25", "1", "4", "16"])
+    axis.set_title(f"all-reduce of {result['ranks'][-1]} ranks")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
 
 
-PLOTS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any]]] = {
-    "busbw": (measure_busbw, draw_busbw),
-    "hosts": (measure_hosts, draw_hosts),
-    "model": (None, draw_model),
-}
+def draw_loss(result: dict[str, Any], plt: Any) -> Any:
+    """Modes in the order in which they reached the loss; those that never did come last, in dashes."""
+    from benchmarks.compression.time_to_loss import seconds_until, smooth
+
+    window = result["settings"]["window"]
+    reached = {row["mode"]: seconds_until(row, result["loss"], window) for row in result["rows"]}
+    rows = sorted(result["rows"], key=lambda row: (reached[row["mode"]] is None, reached[row["mode"]] or 0.0))
+    few = len(rows) <= len(COLOURS)
+    colours = COLOURS if few else [plt.get_cmap("tab20")(k % 20) for k in range(len(rows))]
+    figure, axis = plt.subplots(figsize=(6, 4) if few else (8, 5))
+    for row, colour in zip(rows, colours, strict=False):
+        style = "--" if reached[row["mode"]] is None else "-"
+        seconds, losses = row["seconds"][window:], smooth(row["losses"], window)[window:]
+        axis.plot(seconds, losses, color=colour, linestyle=style, label=row["mode"])
+    axis.axhline(result["loss"], color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="seconds of training", ylabel="training loss, nats", title=result["place"]["words"])
+    axis.set_xscale("linear" if few else "log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="medium" if few else "x-small")
+    return figure
 
 
-def results_for(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What is to be drawn, measured now or read. Raises FileNotFoundError where nothing was measured."""
-    measure = PLOTS[args.plot][0]
-    names = [args.plot] if measure else [name for name, (measures, _) in PLOTS.items() if measures]
-    files = [args.folder / f"{name}.json" for name in names]
-    if measure and not args.draw:
-        results = measure(args)
+def draw_far(kept: dict[str, Any], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    rates = sorted(kept["pace"], key=float)
+    for (way, its), colour in zip(kept["steps"].items(), COLOURS[::-1], strict=False):
+        steps, last = its["seen"][-1]
+        if last > its["loss"]:
+            raise Unavailable(f"{way} has not reached {its['loss']}")
+        minutes = [kept["pace"][rate][way] * steps / 60 for rate in rates]
+        axis.plot([float(it) for it in rates], minutes, marker="o", color=colour, label=f"{way} ({steps:,} steps)")
+    axis.set(xscale="log", yscale="log", xlabel="Mbit/s of each site's line, 50 ms there and back")
+    loss = next(iter(kept["steps"].values()))["loss"]
+    axis.set(ylabel=f"minutes to {loss:g} nats", title="GPT of 0.12 M parameters, 2 sites")
+    axis.set_xticks([float(it) for it in rates], rates)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+PLOTS: dict[str, Callable[..., Any]] = {
+    "busbw": draw_busbw, "hosts": draw_hosts, "model": draw_model, "quality": draw_quality, "loss": draw_loss,
+    "resnet": draw_loss, "far": draw_far,
+}  # fmt: skip
+
+
+def results_for(args: argparse.Namespace) -> Any:
+    """What is to be drawn, measured now or read. Raises Unavailable where nothing was measured."""
+    if args.plot in COUNTS and not args.draw:
+        results = measure_allreduce(args)
         args.folder.mkdir(parents=True, exist_ok=True)
-        files[0].write_text(json.dumps(results, indent=1), encoding="utf-8")
-        for result in results:
-            for warning in result["quiet"]["warnings"]:
-                print(f"WARNING: {result['place']['words']}: {warning}", file=sys.stderr)
+        (args.folder / f"{args.plot}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         return results
-    return [result for file in files if file.exists() or measure for result in json.loads(file.read_text("utf-8"))]
+    files = [args.folder / f"{name}.json" for name in (COUNTS if args.plot == "model" else [args.plot])]
+    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    if not found:
+        raise Unavailable(f"nothing was measured yet: {', '.join(map(str, files))} is not there")
+    return [result for results in found for result in results] if args.plot == "model" else found[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    plt = pyplot("plots.py")
-    if plt is None:
-        return 2
-    try:
-        results = results_for(args)
-    except (session.Unavailable, HostsError, NoGoodput, CeilingUnavailable) as error:
-        print(f"plots.py: {error}", file=sys.stderr)
-        return 2
-    except FileNotFoundError as error:
-        print(f"plots.py: nothing was measured yet: {error.filename} is not there", file=sys.stderr)
-        return 2
-    except RanksFailed as error:
-        print(f"plots.py: {error}", file=sys.stderr)
-        return 1
-    if not results:
-        print("plots.py: nothing was measured yet: run `plots.py busbw` and `plots.py hosts` first", file=sys.stderr)
-        return 2
-    figure = PLOTS[args.plot][1](results, plt)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    plt = pyplot()
+    figure = PLOTS[args.plot](results_for(args), plt)
     figure.tight_layout()
     path = args.folder / f"{args.plot}.svg"
     figure.savefig(path, metadata={"Date": None})
-    print(f"{path}: drawn")
-    return 0
+    return {"benchmark": "plots", "path": str(path)}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def report(result: dict[str, Any]) -> str:
+    return f"{result['path']}: drawn"

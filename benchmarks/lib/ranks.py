@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,11 @@ def torchrun_env(*, rank: int, world_size: int, address: str, port: int, per_hos
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
+
+
+def compiler() -> str | None:
+    """Of C++: what CXX names, or g++, or c++."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def threads_per_rank(world_size: int) -> int:
