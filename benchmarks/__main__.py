@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists what can be run, `python -m benchmarks NAME ARGUMENTS…` runs it, NAME --help explains."""
+"""`python -m benchmarks` lists what can be run, `python -m benchmarks NAME …` runs it; NAME --help explains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.lib import session
-from ringdp.text import table
 
 
 class Runnable(NamedTuple):
@@ -37,7 +36,7 @@ RUNNABLES = {
     "reducer": Runnable("training.reducer", "what does the wrapper itself cost the host in a step?", 1, "1 core"),
     "memory": Runnable("training.memory", "how much memory does a step take at its peak, beside torch's DDP?", 5),
     "memory_soak": Runnable("training.memory_soak", "does a long training keep its memory and descriptors?", 1),
-    "kvstore": Runnable("training.kvstore", "what does the key-value store cost beside collectives and RPC?", 2),
+    "kvstore": Runnable("training.kvstore", "what does the key-value store cost beside collectives?", 2),
     "embedding": Runnable(
         "training.embedding", "a sharded embedding beside torch RPC's and whole tables: samples/s, memory", 5,
         "4 cores, 8 GiB",
@@ -56,7 +55,7 @@ RUNNABLES = {
     ),
     "kernels": Runnable("compression.kernels", "how fast are the codecs and top-k's choice beside memcpy?", 2, "g++"),
     "failures": Runnable(
-        "failures.failures", "how soon, and in which words, do ranks learn of a fault, beside gloo?", 4, "root for hosts"
+        "failures.failures", "how soon, and in which words, do ranks learn of a fault, beside gloo?", 4, "root"
     ),
     "false_alarms": Runnable("failures.false_alarms", "is a rank that is slow for want of a core called lost?", 30),
     "churn": Runnable("failures.churn", "do elastic jobs hold their promises while ranks are killed?", 5),
@@ -65,7 +64,7 @@ RUNNABLES = {
         "2 cores; torchft, horovod",
     ),
     "diagnosis": Runnable(
-        "failures.diagnosis", "does the report name the cause that was injected?", 10, "2 cores; root for cgroups, hosts"
+        "failures.diagnosis", "does the report name the cause that was injected?", 10, "2 cores; root"
     ),
     "far": Runnable("far.far", "how much of a long or lossy line do hosts get, beside gloo?", 2, "long_line or hosts"),
     "far_loss": Runnable("far.loss", "time to a loss between two sites: exact, codes, rounds", 20),
@@ -78,9 +77,6 @@ RUNNABLES = {
     "gpu_step": Runnable("gpu.step", "a step over NCCL: RingDP beside torch's DDP", 3, "1 GPU"),
     "staging": Runnable("gpu.staging", "all-reduce of GPU tensors through pinned memory and ring", 1, "1 GPU"),
     "plots": Runnable("lib.plots", "none: draws the pictures of docs/lab from results", 15, "matplotlib"),
-    "dashboard": Runnable(
-        "lib.dashboard", "are the queries of examples/grafana_dashboard.json right?", 1, "prometheus, matplotlib"
-    ),
 }  # fmt: skip
 
 
@@ -89,9 +85,9 @@ def module_of(name: str) -> Any:
 
 
 def listed() -> str:
-    rows = [[name, f"{it.minutes:g}" if it.minutes else "", it.needs, it.question] for name, it in RUNNABLES.items()]
-    lines = table(["name", "minutes", "needs", "question"], [[*row[:3], ""] for row in rows]).splitlines()
-    return "\n".join([f"{lines[0]}  question", *(f"{a}  {row[3]}" for a, row in zip(lines[1:], rows, strict=False))])
+    lines = [f"{'name':<20}minutes  {'question':<96}needs"]
+    lines += [f"{name:<20}{it.minutes or '':>7}  {it.question:<96}{it.needs}" for name, it in RUNNABLES.items()]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:

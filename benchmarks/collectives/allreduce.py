@@ -6,8 +6,8 @@
     sudo python -m benchmarks allreduce --hosts 4 --rate 1gbit --sizes 25m
     sudo python -m benchmarks allreduce --hosts 4 --rate 1gbit --sizes 102400000 --peers gloo --compressed int8,int4
 
-The engine is that of `python -m ringdp bench` (ringdp/tools/bench/measuring.py), with contenders of other libraries: for
-each size every backend must first give the exact sum; then blocks of calls take turns between the backends, so that
+The engine is that of `python -m ringdp bench` (ringdp/tools/bench), with contenders of other libraries: for each size
+every backend must first give the exact sum; then blocks of calls take turns between the backends, so that
 whatever the machine does hits them alike, and the result is checked again after every block. A time is that of the
 slowest rank, the median of its blocks' medians; percentiles are of all its calls. algbw = size / time; busbw = algbw *
 2(n-1)/n, what each rank must send (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). GB are 10^9

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,8 +65,6 @@ REPEATED = {"powersgd, warm": 5}  # what it remembers then is of the same gradie
 SIGNS_ALONE = ("signsgd",)  # their means have no size: they are compared at the best one
 TRAINED = ("exact", "int8", "int4", "int8, overflows")
 RANKS = (2, 4, 8)
-LIMITS: dict[str, float | str] = {"int8": 1.0e-4, "int6": 9e-4, "int5": 3.6e-3, "int4": 1.7e-2, "nf4": "int4"}
-"""Of the all-reduce between 8 ranks, on gradients: so much at most, or less than that code."""
 
 
 def choice_of(names: Iterable[str]) -> str:
@@ -190,30 +187,15 @@ def agreement(gradients: Sequence[Mapping[str, Tensor]]) -> float:
 
 def report_codes(result: dict[str, Any]) -> str:
     rows = result["rows"]
-    cells, held = [], list[str]()
+    cells = []
     for name in dict.fromkeys(row["code"] for row in rows):
         for row in (it for it in rows if it["code"] == name):
             errors = (f"{value:.2g}" for value in (row["once"], *row["all_reduce"]))
             cells.append([name, row["gradients"], f"{row['bits']:.3g}", *errors])
-            if name in LIMITS and row["gradients"] != "Gaussian":
-                held += _held(row, LIMITS[name], rows)
     columns = ["code", "gradients", "bits", "one shot", *(f"all-reduce, n = {n}" for n in RANKS)]
     agree = {row["gradients"]: row["agreement"] for row in rows}
     words = [f"{source}: |mean|^2 is {value:.2f} of the mean |g|^2 of 8 ranks" for source, value in agree.items()]
-    return "\n".join([table(columns, cells), "", *words, "", "all-reduce, n = 8:", *held])
-
-
-def _held(row: dict[str, Any], limit: float | str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether a row keeps its limit, in words; nothing where the code that it is compared with was not measured."""
-    begin, error = f"{row['code']}, {row['gradients']}: ", row["all_reduce"][-1]
-    if isinstance(limit, float):
-        return [f"{begin}{_verdict(error <= limit)}, at most {limit:.2g}"]
-    others = [it for it in rows if (it["code"], it["gradients"]) == (limit, row["gradients"])]
-    return [f"{begin}{_verdict(error < it['all_reduce'][-1])}, below {limit}'s" for it in others]
-
-
-def _verdict(good: bool) -> str:
-    return "holds" if good else "MISSED"
+    return "\n".join([table(columns, cells), "", *words])
 
 
 # Training.
@@ -245,44 +227,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"seed {seed}, {name}: {known[name, seed]:.5f} {unit}", file=sys.stderr, flush=True)
     title = f"{args.what}, 4 ranks, {setting}: {unit}"
     found = {name: [known[name, seed] for seed in range(args.seeds)] for name in args.methods}
-    return {"what": args.what, "optimizer": optimizer, "title": title, "against": args.against, "found": found}
-
-
-@dataclasses.dataclass(frozen=True)
-class Aim:
-    """What a difference should be, with its whole interval: at most so much, and at least minus that if both ways."""
-
-    limit: float
-    both_ways: bool = True
-
-    def words(self, mean: float, half: float) -> str:
-        if self.both_ways:
-            return f"{_verdict(abs(mean) + half <= self.limit)}, within {self.limit:g}"
-        return f"{_verdict(mean + half <= self.limit)}, at most {self.limit:g}"
-
-
-AIMS: dict[tuple[str, str], dict[str, Aim]] = {
-    ("gpt", "adamw"): dict.fromkeys(("int8", "int4", "int6"), Aim(0.01)),
-    ("gpt", "sgd"): {"topk DGC": Aim(0.03, both_ways=False), "powersgd": Aim(0.02, both_ways=False)},
-    ("digits", "sgd"): dict.fromkeys(("int8", "int4"), Aim(0.5)),
-}
-"""By what is trained and with which optimizer, then by the method's name up to its first comma."""
+    return {"what": args.what, "title": title, "against": args.against, "found": found}
 
 
 def report_trained(result: dict[str, Any]) -> str:
     """A line for each method: its mean, and by how much it differs from the method `against`, seed by seed."""
     found, against = result["found"], result["against"]
-    aims = AIMS.get((result["what"], result["optimizer"]), {})
     rows = []
     for name, values in found.items():
         cells = [name, f"{statistics.fmean(values):.4f}"]
         if name != against:
             mean, half = interval([a - b for a, b in zip(values, found[against], strict=True)])
             cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
-            aim = aims.get(name.split(",")[0])
-            cells += [aim.words(mean, half)] if aim is not None else []
-        rows.append(cells + [""] * (5 - len(cells)))
-    columns = ["method", "mean", f"minus {against}", "95 % interval", "aim"]
+        rows.append(cells + [""] * (4 - len(cells)))
+    columns = ["method", "mean", f"minus {against}", "95 % interval"]
     return f"{result['title']}, {len(found[against])} paired seeds\n\n{table(columns, rows)}"
 
 

@@ -13,8 +13,9 @@ and with the mean of their own gradients, computed once more, in float64: `off` 
 the largest mean.
 
 Steps: in one job each process has the model in all wrappers, and blocks of steps take turns. A time is that of the
-slowest rank; the interval is of the ratio to torch's DDP on gloo, over the rounds. RingDP is measured in an elastic job and as usual; Horovod is
-not among them.
+slowest rank; the interval is of the ratio to torch's DDP on gloo, over the rounds. RingDP is measured in an elastic job
+and as usual; Horovod is not among them.
+
 """
 
 from __future__ import annotations

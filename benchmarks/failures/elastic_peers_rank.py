@@ -1,4 +1,4 @@
-"""One rank of elastic_peers.py: `python -m benchmarks.failures.elastic_peers_rank FOLDER PEER MODEL RANKS VICTIM [RANK]`.
+"""One rank of elastic_peers.py, as a program with the arguments FOLDER PEER MODEL RANKS VICTIM [RANK].
 
 It trains until one rank has killed itself and the next step counts (`Watch`). PEER is a key of `TRAINEES`; `cost` in
 its place trains by several in turns while no rank is lost. Horovod numbers its ranks itself, so RANK is left out there.

@@ -1,7 +1,7 @@
 """Ranks that are slow for want of a core, for a long time: nobody may be called lost, stuck or late.
 
     python -m benchmarks false_alarms --minutes 30               4 ranks on 2 cores beside a process that never rests
-    python -m benchmarks false_alarms --elastic --ranks 8        steps of an elastic job, in which nobody may be taken for lost
+    python -m benchmarks false_alarms --elastic --ranks 8        steps of an elastic job, in which no rank may be lost
 
 Every rank mixes collectives of all sizes (with --elastic: steps of models of all sizes, and means of metrics), pauses
 and computation, and checks the results. It fails at the first error, wrong sum or log line, and prints how much was
@@ -28,7 +28,11 @@ CALLS_PER_ROUND = 20
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks false_alarms",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--ranks", type=int, default=4, help="how many (default 4)")
     parser.add_argument("--cores", type=int, default=2, help="cores that all share (default 2)")

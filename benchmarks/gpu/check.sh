@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Runs what needs a GPU, on a machine without network whose Python has torch with CUDA. Three calls of at most nine minutes
 # each, in this order; what finds most comes first:
-#   bash benchmarks/gpu_check.sh right [PYTHON]    kernels, staging, codes, training: right or wrong
-#   bash benchmarks/gpu_check.sh nccl [PYTHON]     NCCL with one rank, and with two on one GPU
-#   bash benchmarks/gpu_check.sh speed [PYTHON]    kernels, staging and steps against copies and DDP, with JSON of every figure
+#   bash benchmarks/gpu/check.sh right [PYTHON]    kernels, staging, codes, training: right or wrong
+#   bash benchmarks/gpu/check.sh nccl [PYTHON]     NCCL with one rank, and with two on one GPU
+#   bash benchmarks/gpu/check.sh speed [PYTHON]    kernels, staging and steps against copies and DDP, with JSON of every figure
 # and one beforehand, on any machine with nvcc and the same Python and torch, which may lack the GPU:
-#   bash benchmarks/gpu_check.sh carry [PYTHON]    fills .gpu with a build to take along (tools/carried_build.py)
+#   bash benchmarks/gpu/check.sh carry [PYTHON]    fills .gpu with a build to take along (tools/carried_build.py)
 # A call uses what is in .gpu if it fits and can be imported, else it builds first, in two minutes on 16 cores.
 # What it prints also goes to $OUT/gpu_check_<call>.txt where OUT names a folder, line by line; a call that is interrupted
 # ends what it runs and prints its summary. Exit code 0 only if every part passed, 2 where torch sees no GPU. MINUTES=9 is what
 # all parts together may take; ARCHITECTURES="9.0" compiles kernels for another GPU than the one here.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 call=${1:-}
 python=${2:-python3}
 case $call in
@@ -141,7 +141,7 @@ case $call in
     part "digits on two ranks that share the GPU" 40 "$python" launch.py --nproc-per-node 2 examples/digits.py --device cuda
     if command -v compute-sanitizer >/dev/null; then
       part "kernels under compute-sanitizer" 40 compute-sanitizer --error-exitcode 9 \
-        "$python" benchmarks/gpu_kernels.py --elements 4099 --rounds 1 --codecs int8,int4,int6
+        "$python" -m benchmarks gpu_kernels --elements 4099 --rounds 1 --codecs int8,int4,int6
     fi
     part "tests: GPU and CPU ranks in one job" 40 "${tests[@]}" tests/gpu/test_mixed_job_gpu.py
     ;;
@@ -152,9 +152,9 @@ case $call in
     part "digits on one GPU" 60 "$python" launch.py --nproc-per-node 1 examples/digits.py --device cuda
     ;;
   speed)
-    part "step, host time, AMP passes against DDP" 200 env RINGDP_REDUCE_ALONE=1 "$python" benchmarks/gpu_step.py --rounds 5 --json "$out/step.json"
-    part "staging: two ranks on the GPU" 80 "$python" benchmarks/staging.py --json "$out/staging.json"
-    part "kernels: bandwidth, threshold select" 180 "$python" benchmarks/gpu_kernels.py --json "$out/kernels.json"
+    part "step, host time, AMP passes against DDP" 200 env RINGDP_REDUCE_ALONE=1 "$python" -m benchmarks gpu_step --rounds 5 --json "$out/step.json"
+    part "staging: two ranks on the GPU" 80 "$python" -m benchmarks staging --json "$out/staging.json"
+    part "kernels: bandwidth, threshold select" 180 "$python" -m benchmarks gpu_kernels --json "$out/kernels.json"
     ;;
 esac
 finish

@@ -188,7 +188,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         device = ringdp.device()
         if "cuda:nccl" not in dist.get_backend_config():
             raise Unavailable(f"CUDA tensors go over {dist.get_backend()} here, and not over NCCL")
-        about = {"gpu": torch.cuda.get_device_name(device), "step": [], "host": [], "amp": []}
+        about: dict[str, Any] = {"gpu": torch.cuda.get_device_name(device), "step": [], "host": [], "amp": []}
         result = session.result_of("gpu_step", None, **about)
         different: list[str] = []
         for name in args.models:

@@ -1,8 +1,8 @@
 """Draw the pictures of docs/lab from what was measured.
 
     python -m benchmarks plots busbw            measures, a few minutes: bus bandwidth over size; 2, 4, 8 ranks
-    sudo python -m benchmarks plots hosts       measures: time over the number of hosts at 1 Gbit, beside the line's limit
-    python -m benchmarks plots model            both measured against the cost model; draws what the others have measured
+    sudo python -m benchmarks plots hosts       measures: time over the number of hosts at 1 Gbit
+    python -m benchmarks plots model            both measured against the cost model
 
     python -m benchmarks compression_quality codes --json docs/lab/plots/quality.json
     python -m benchmarks plots quality          error of an all-reduce of 8 ranks over bits an element

@@ -1,86 +1,39 @@
-"""The key-value store beside what it is made of, and beside what does the same: bytes, steps, memory.
+"""The key-value store beside what it is made of, and beside RingDP: bytes, steps, memory.
 
     python -m benchmarks kvstore                          2 ranks on this machine
     python -m benchmarks kvstore --hosts 4 --rate 1gbit   4 ranks on hosts of their own (needs root)
 
 First the bytes: a pushpull of 25 MiB in 40 keys and of 4 KiB in one, without an optimizer, beside a reduce-scatter and
-an all-gather of as many bytes in one tensor, an all-reduce, and a parameter server of torch's RPC on rank 0. All must
-give the same sums before anything is timed. Then training steps with Adam: RingDP, RingDP with torch's
-ZeroRedundancyOptimizer, a model attached to a store, and a Trainer. All must give the same parameters. Times are
-medians over alternating blocks, of the slowest rank; memory is what rank 0's optimizer holds.
+an all-gather of as many bytes in one tensor, and an all-reduce. All must give the same sums before anything is timed.
+Then training steps with Adam: RingDP, RingDP with torch's ZeroRedundancyOptimizer, a model attached to a store, and a
+Trainer. All must give the same parameters. Times are medians over alternating blocks, of the slowest rank; memory is
+what rank 0's optimizer holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rpc.functions import async_execution
 
 from benchmarks.lib import models, session
 from benchmarks.lib.measure import format_size, format_time, table
 
 LARGE, KEYS, SMALL = 25 << 20, 40, 4 << 10
-PEERS = ("reduce-scatter + all-gather", "all-reduce", "torch RPC server")
+PEERS = ("reduce-scatter + all-gather", "all-reduce")
 STEPS = ("ringdp", "ringdp + ZeRO", "attached", "Trainer")
 _RATE = 1e-4
-
-
-class Server:
-    """A parameter server on rank 0: adds up what all ranks push, then answers all."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._lock = ranks, threading.Lock()
-        self._totals: list[Tensor] = []
-        self._waiting: list[torch.futures.Future[list[Tensor]]] = []
-
-    def push(self, values: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        with self._lock:
-            if self._waiting:
-                torch._foreach_add_(self._totals, values)
-            else:
-                self._totals = [value.clone() for value in values]
-            self._waiting.append(future)
-            ready, totals = [], self._totals
-            if len(self._waiting) == self._ranks:
-                ready, self._waiting = self._waiting, []
-        for one in ready:
-            one.set_result(totals)
-        return future
-
-
-_server: Server | None = None
-
-
-@async_execution
-def pushpull_at_server(values: list[Tensor]) -> Any:
-    assert _server is not None
-    return _server.push(values)
-
-
-def start_rpc(rank: int, ranks: int, address: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    from torch.distributed import rpc
-
-    global _server
-    if rank == 0:
-        _server = Server(ranks)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=60)
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=ranks, rpc_backend_options=options)
-    return lambda values: rpc.rpc_sync("rank0", pushpull_at_server, args=(values,))
 
 
 class Bytes:
     """One amount of bytes in some keys, by all ways of adding it up over the ranks."""
 
-    def __init__(self, size: int, keys: int, group: dist.ProcessGroup, at_server: Any) -> None:
+    def __init__(self, size: int, keys: int, group: dist.ProcessGroup) -> None:
         from ringdp import kvstore
 
         ranks = group.size()
@@ -96,15 +49,13 @@ class Bytes:
         self.stepping = kvstore.create(group=group)
         self.stepping.set_optimizer(torch.optim.SGD, lr=_RATE)
         self.stepping.init(self.names, self.values)
-        self.group, self.at_server = group, at_server
+        self.group = group
         self.calls: dict[str, Callable[[], object]] = {
             "kvstore": lambda: self.store.pushpull(self.names, self.values, self.out),
             "kvstore, SGD": lambda: self.stepping.pushpull(self.names, self.values, self.out),
             PEERS[0]: self.scatter_and_gather,
             PEERS[1]: lambda: dist.all_reduce(self.gathered, group=group),
         }
-        if at_server is not None:
-            self.calls[PEERS[2]] = lambda: at_server(self.values)
 
     def scatter_and_gather(self) -> None:
         dist.reduce_scatter_tensor(self.chunk, self.flat, group=self.group)
@@ -115,9 +66,7 @@ class Bytes:
         self.store.pushpull(self.names, self.values, self.out)
         together = torch.cat(self.out)
         self.scatter_and_gather()
-        sums = [self.gathered] if self.at_server is None else [self.gathered, torch.cat(self.at_server(self.values))]
-        for other in sums:
-            assert torch.allclose(together, other, atol=1e-5), "the sums differ"
+        assert torch.allclose(together, self.gathered, atol=1e-5), "the sums differ"
         self.gathered.zero_()  # all-reduces add to it
 
 
@@ -174,11 +123,9 @@ def run_rank(joined: session.Joined) -> None:
     torch.set_num_threads(1)
     group = dist.new_group(list(range(joined.world_size)), backend="ring")
     assert isinstance(group, dist.ProcessGroup)
-    rpc_at = f"tcp://{os.environ['MASTER_ADDR']}:{given['rpc_port']}"
-    at_server = start_rpc(joined.rank, joined.world_size, rpc_at) if given["rpc_port"] else None
     moved = []
     for size, keys, repeats in ((LARGE, KEYS, 5), (SMALL, 1, 200)):
-        one = Bytes(size, keys, group, at_server)
+        one = Bytes(size, keys, group)
         one.check()
         seconds = session.alternate(one.calls, given["rounds"], repeats)
         moved.append({"bytes": one.flat.numel() * 4, "keys": keys, "seconds": seconds})
@@ -196,15 +143,11 @@ def run_rank(joined: session.Joined) -> None:
         memory = {how: it.state_bytes() for how, it in trainees.items()}
         trained.append({"model": name, "seconds": seconds, "state_bytes": memory})
         del trainees
-    if given["rpc_port"]:
-        from torch.distributed import rpc
-
-        rpc.shutdown()
     joined.deliver({"moved": moved, "trained": trained})
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"models": args.models, "rounds": args.rounds, "steps": args.steps, "rpc_port": args.rpc_port}
+    return {"models": args.models, "rounds": args.rounds, "steps": args.steps}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -232,7 +175,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(models.NAMES), help=f"of {', '.join(models.NAMES)}; empty: none")
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
     parser.add_argument("--steps", type=int, default=5, help="steps of a block (default 5)")
-    parser.add_argument("--rpc-port", type=int, default=29617, help="where RPC's ranks meet; 0: without RPC (29617)")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -3,8 +3,9 @@
     python -m benchmarks unequal                          rank 0 of 2 sleeps twice as long for each sample
     python -m benchmarks unequal --slow none              all are equal: what balancing costs then
 
-Each rank sleeps for each sample, in the forward, so that the machine's own speed matters little. Both samplers train in one run, in alternating blocks, after warming up; a
-figure is the median over the blocks. The sum of the ranks' losses is divided by the global batch, so both train alike.
+Each rank sleeps for each sample, in the forward, so that the machine's own speed matters little. Both samplers train in
+one run, in alternating blocks, after warming up; a figure is the median over the blocks. The sum of the ranks' losses
+is divided by the global batch, so both train alike.
     ideal     the ratio if every rank were busy all the time and nothing but its samples took time
 """
 

@@ -144,7 +144,7 @@ def test_two_sites_in_network_namespaces() -> None:
     """As the example's own text says: the command makes the sites."""
     if reason := hosts.why_not():
         pytest.skip(reason)
-    command = "benchmarks/long_line.py --hosts 2 --per-host 2 --rate 20mbit --delay 5ms --"
+    command = "-m benchmarks long_line --hosts 2 --per-host 2 --rate 20mbit --delay 5ms --"
     words = [sys.executable, *command.split(), sys.executable, "examples/far_apart.py", *QUICK["far_apart"][0]]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     if done.returncode == 2 and "/dev/net/tun" in done.stderr:
