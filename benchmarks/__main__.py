@@ -38,10 +38,9 @@ RUNNABLES = {
     "memory_soak": Runnable("training.memory_soak", "does a long training keep its memory and descriptors?", 1),
     "kvstore": Runnable("training.kvstore", "what does the key-value store cost beside collectives?", 2),
     "embedding": Runnable(
-        "training.embedding", "a sharded embedding beside torch RPC's and whole tables: samples/s, memory", 5,
+        "training.embedding", "a sharded embedding beside whole tables: samples/s, memory", 5,
         "4 cores, 8 GiB",
     ),
-    "unequal": Runnable("training.unequal", "how much do batches by speed gain where one rank is slow?", 5),
     "compression_quality": Runnable(
         "compression.quality", "what do compressors do to gradients, and to the loss of a training?", 30,
         "1 core; scikit-learn",
@@ -49,9 +48,6 @@ RUNNABLES = {
     "time_to_loss": Runnable(
         "compression.time_to_loss", "after how many seconds does a model reach a loss, with which compressor?", 15,
         "2 cores; root for --hosts; scikit-learn",
-    ),
-    "auto_compression": Runnable(
-        "compression.auto_compression", "what does compression='auto' choose while links change?", 4, "2 cores; root"
     ),
     "kernels": Runnable("compression.kernels", "how fast are the codecs and top-k's choice beside memcpy?", 2, "g++"),
     "failures": Runnable(
@@ -68,7 +64,7 @@ RUNNABLES = {
     ),
     "far": Runnable("far.far", "how much of a long or lossy line do hosts get, beside gloo?", 2, "long_line or hosts"),
     "far_loss": Runnable("far.loss", "time to a loss between two sites: exact, codes, rounds", 20),
-    "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost, and what do they do to the loss?", 5),
+    "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost?", 5),
     "hosts": Runnable("lib.hosts", "none: makes several hosts out of one machine", 0, "root, iproute2"),
     "long_line": Runnable(
         "far.long_line", "none: the same with a delay, losses, a queue and NAT between them", 0, "root, tun, g++"

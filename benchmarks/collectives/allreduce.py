@@ -120,7 +120,7 @@ class InPlace:
         task = collective.task(size_bytes, place)
         x = task.inputs[0][0]
         task.call = lambda group: self._call(x)
-        return contenders._PlainWork(task, None, place.device)  # type: ignore[arg-type]
+        return contenders.PlainWork(task, None, place.device)  # type: ignore[arg-type]
 
 
 def contender(name: str, joined: session.Joined) -> Any:

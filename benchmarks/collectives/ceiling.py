@@ -6,14 +6,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks.lib.ranks import Unavailable, compiler
+from benchmarks.lib.ranks import Unavailable, compile_program, compiler
 
 SOURCE = Path(__file__).with_name("ceiling.cpp")
 MAX_RANKS = 16
@@ -30,21 +29,8 @@ def why_not(*, ranks: int, hosts: int) -> str | None:
     return None
 
 
-def build(folder: Path) -> Path:
-    """Compile ceiling.cpp into `folder`, for this very processor. Raises Unavailable."""
-    found = compiler()
-    if found is None:
-        raise Unavailable("no C++ compiler")
-    library = folder / "ceiling.so"
-    words = [found, "-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC"]
-    done = subprocess.run([*words, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise Unavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
-    return library
-
-
 class Ceiling:
-    """One rank's side. `memory`: path of a file that all ranks open, sized and zeroed by `make_memory` before."""
+    """One rank's side. `memory`: path of a file that all ranks open, sized and zeroed by `prepared`."""
 
     def __init__(self, library: Path, memory: Path, *, rank: int, ranks: int) -> None:
         self._library = load(library)
@@ -74,23 +60,16 @@ def load(library: Path) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[dict[str, str]]:
-    """What the ranks need, for as long as the `with` lasts: the paths of library and memory."""
+    """What the ranks need, for as long as the `with` lasts: the paths of the library, for this very processor, and
+    of a file for all ranks to share. Raises Unavailable."""
     with tempfile.TemporaryDirectory(prefix="ringdp-ceiling-") as folder:
-        library = build(Path(folder))
-        memory = make_memory(library, Path(folder))
+        library = Path(folder) / "ceiling.so"
+        compile_program([SOURCE], library, "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+        shm = Path("/dev/shm")
+        memory = (shm if shm.is_dir() else Path(folder)) / f"{Path(folder).name}-ceiling"
         try:
+            with open(memory, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, load(library).ceiling_bytes())
             yield {"library": str(library), "memory": str(memory)}
         finally:
-            memory.unlink()
-
-
-def make_memory(library: Path, folder: Path) -> Path:
-    """A file for all ranks to share, in /dev/shm where there is one; the caller removes it."""
-    shm = Path("/dev/shm")
-    path = (shm if shm.is_dir() else folder) / f"{folder.name}-ceiling"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, load(library).ceiling_bytes())
-    finally:
-        os.close(descriptor)
-    return path
+            memory.unlink(missing_ok=True)

@@ -90,15 +90,8 @@ def rank_main(peer: str, rank: int, world: int, port: int, together: Any, result
 
 def import_all() -> None:
     """What joining and wrapping import, which the ranks get by fork; starts no thread."""
-    for name in (
-        "torch._dynamo",
-        "ringdp._build",
-        "ringdp._C",
-        "ringdp.config",
-        "ringdp.job.devices",
-        "ringdp.job.process_group",
-        "ringdp.ddp.wrapper",
-    ):
+    ours = ("_build", "_C", "config", "job.devices", "job.process_group", "ddp.wrapper")
+    for name in ("torch._dynamo", *(f"ringdp.{it}" for it in ours)):
         importlib.import_module(name)
 
 

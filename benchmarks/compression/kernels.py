@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -25,12 +24,12 @@ from torch import Tensor
 
 from benchmarks.lib import session
 from benchmarks.lib.measure import Quiet, codec_names, format_size, parse_size
-from benchmarks.lib.ranks import ROOT, Failed, Unavailable, compiler
+from benchmarks.lib.ranks import ROOT, Failed, Unavailable, compile_program
 from ringdp.compression import Info, TopK
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CSRC = ROOT / "ringdp" / "csrc"
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden")  # setup.py's
+FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden")  # setup.py's
 CODECS = codec_names()
 PASSES = ("memcpy", "compress", "compress+feedback", "decode", "decode+add")
 
@@ -59,15 +58,8 @@ def build() -> ctypes.CDLL:
     sources = [SOURCE, *(path for folder in ("base", "kernels", "codec") for path in sorted((CSRC / folder).iterdir()))]
     library = ROOT / "build" / "benchmarks" / "kernels.so"
     if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in sources):
-        found = compiler()
-        if found is None:
-            raise Unavailable("no C++ compiler: install g++, or name one in CXX")
-        library.parent.mkdir(parents=True, exist_ok=True)
-        words = [found, *FLAGS, "-shared", "-fPIC", "-pthread", f"-I{CSRC}", "-o", str(library)]
-        files = [str(path) for path in sources if path.suffix == ".cpp"]
-        done = subprocess.run([*words, *files], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise Unavailable(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
+        files = [path for path in sources if path.suffix == ".cpp"]
+        compile_program(files, library, *FLAGS, "-shared", "-fPIC", "-pthread", f"-I{CSRC}")
     loaded = ctypes.CDLL(str(library))
     loaded.kernels_select.argtypes, loaded.kernels_select.restype = [ctypes.c_char_p], ctypes.c_bool
     loaded.kernels_best.restype = ctypes.c_char_p

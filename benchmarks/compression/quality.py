@@ -3,17 +3,15 @@
     python -m benchmarks compression_quality codes
     python -m benchmarks compression_quality gpt --seeds 8 --csv gpt.csv
     python -m benchmarks compression_quality gpt --optimizer sgd --methods 'exact;powersgd' --csv gpt.csv
-    python -m benchmarks compression_quality digits --seeds 12 --csv digits.csv
 
 `codes`: relative squared error |x' - x|^2 / |x|^2 (NMSE) of codes and of all-reduces, on gradients of
 examples/char_lm.py (of the parameters that the rules compress) and on a Gaussian; bits are those that a rank's payload
-takes. `gpt`: nats per character of a character GPT on text it has not seen, by AdamW or by SGD with momentum. `digits`:
-accuracy of examples/digits.py's network.
+takes. `gpt`: nats per character of a character GPT on text it has not seen, by AdamW or by SGD with momentum.
 
-The ranks are simulated in one process with the bits of the real exchange (exchanged_ranks.py). Each
-seed is trained with every method from the same weights on the same data, so differences are paired; their mean is given
-with its 95 % interval (Student's t). Rows go to the file of --csv as they come, and what is there already is not run
-again: a run can be interrupted, and more seeds added.
+The ranks are simulated in one process with the bits of the real exchange (exchanged_ranks.py). Each seed is trained
+with every method from the same weights on the same data, so differences are paired; their mean is given with its 95 %
+interval (Student's t). Rows go to the file of --csv as they come, and what is there already is not run again: a run can
+be interrupted, and more seeds added.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import argparse
 import csv
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +37,13 @@ from ringdp.compression import Int4, Int5, Int6, Int8, PowerSGD, TopK
 from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
 
+_NAMED = ("fp16", "bf16", "int8", "int6", "int5", "int4", "nf4")
+_ROTATED = {"int8": Int8, "int6": Int6, "int5": Int5, "int4": Int4}
 CODES: dict[str, Any] = {
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "int8": "int8",
-    "int6": "int6",
-    "int5": "int5",
-    "int4": "int4",
-    "nf4": "nf4",
-    "int8 rotated": Int8(rotate=True),
-    "int6 rotated": Int6(rotate=True),
-    "int5 rotated": Int5(rotate=True),
-    "int4 rotated": Int4(rotate=True),
-    "qsgd": "qsgd",
-    "terngrad": "terngrad",
-    "sign": "sign",
-    "signsgd": "signsgd",
+    **dict(zip(_NAMED, _NAMED, strict=True)),
+    **{f"{name} rotated": kind(rotate=True) for name, kind in _ROTATED.items()},
+    **{name: name for name in ("qsgd", "terngrad", "sign", "signsgd", "topk", "randomk", "powersgd")},
     "topk 10%": TopK(0.1),
-    "topk": "topk",
-    "randomk": "randomk",
-    "powersgd": "powersgd",
     "powersgd, warm": PowerSGD(error_feedback=False),
 }
 REPEATED = {"powersgd, warm": 5}  # what it remembers then is of the same gradients
@@ -72,17 +57,13 @@ def choice_of(names: Iterable[str]) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("codes", "gpt", "digits"))
+    parser.add_argument("what", choices=("codes", "gpt"))
     parser.add_argument("--seeds", type=int, default=8, help="how many, from 0 on (default 8)")
     parser.add_argument("--steps", type=int, help="of training (codes: 300, gpt: 1000)")
-    parser.add_argument("--epochs", type=int, default=20, help="of digits (default 20)")
     parser.add_argument("--width", type=int, help="of the GPT (gpt: 96; codes: 64 and 128)")
     parser.add_argument("--methods", default=";".join(TRAINED), help=choice_of(METHODS))
     parser.add_argument("--codes", default=";".join(CODES), help=choice_of(CODES))
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd"), help="(default: adamw for gpt, SGD with momentum for digits)"
-    )
-    parser.add_argument("--lr", type=float, help="of digits (default: the example's)")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), help="of gpt (default adamw)")
     parser.add_argument("--sgd-lr", type=float, default=quality_runs.SGD_LR, help="(default %(default)s)")
     parser.add_argument("--against", default="exact", help="the method that differences are taken to (default exact)")
     parser.add_argument("--batch-size", type=int, default=16, help="windows per rank of `codes` (default 16)")
@@ -98,7 +79,7 @@ def check(args: argparse.Namespace) -> None:
     args.methods = session.chosen(args.methods, tuple(METHODS), ";")
     args.codes = session.chosen(args.codes, tuple(CODES), ";")
     own = [name for name in args.methods if METHODS[name].momentum_on_ranks]
-    if own and (args.optimizer == "adamw" or (args.what == "gpt" and args.optimizer is None)):
+    if own and args.optimizer != "sgd":
         raise ValueError(f"{own[0]!r} has its momentum on the ranks: use --optimizer sgd, which then has none")
     if args.seeds < 1 or args.against not in args.methods:
         raise ValueError(f"at least one seed, and {args.against!r} among the methods: differences are taken to it")
@@ -203,26 +184,17 @@ def report_codes(result: dict[str, Any]) -> str:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """All methods of each seed, then what they differ by."""
-    run: Callable[[quality_runs.Method, int, argparse.Namespace], float]
-    optimizer = args.optimizer or ("adamw" if args.what == "gpt" else "sgd")
-    if args.what == "gpt":
-        options = quality_runs.small_gpt_options(
-            steps=args.steps or 1000, width=args.width or 96, optimizer=optimizer, sgd_lr=args.sgd_lr
-        )
-        run, unit = quality_runs.train_gpt, "nats per character"
-        setting = f"{options.steps} steps, width {options.width}"
-        setting += f", SGD {options.sgd_lr:g}" if optimizer == "sgd" else ""
-    else:
-        options = quality_runs.digits_options(args.epochs, optimizer=optimizer, lr=args.lr)
-        run, unit = quality_runs.train_digits, "% of the test images"
-        setting = f"{options.epochs} epochs"
-        if optimizer != "sgd" or args.lr is not None:
-            setting += f", {optimizer} {options.lr:g}"
+    optimizer, unit = args.optimizer or "adamw", "nats per character"
+    options = quality_runs.small_gpt_options(
+        steps=args.steps or 1000, width=args.width or 96, optimizer=optimizer, sgd_lr=args.sgd_lr
+    )
+    setting = f"{options.steps} steps, width {options.width}"
+    setting += f", SGD {options.sgd_lr:g}" if optimizer == "sgd" else ""
     known = dict(_read(args.csv, args.what, setting))
     for seed in range(args.seeds):
         for name in args.methods:
             if (name, seed) not in known:
-                known[name, seed] = run(METHODS[name], seed, options)
+                known[name, seed] = quality_runs.train_gpt(METHODS[name], seed, options)
                 _add(args.csv, [args.what, setting, name, seed, known[name, seed]])
                 print(f"seed {seed}, {name}: {known[name, seed]:.5f} {unit}", file=sys.stderr, flush=True)
     title = f"{args.what}, 4 ranks, {setting}: {unit}"

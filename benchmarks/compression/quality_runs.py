@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.compression.exchanged_ranks import ExchangedRanks
-from examples import char_lm, digits
+from examples import char_lm
 from ringdp import compression
 from ringdp.compression import DGC, PowerSGD, RandomK, Sign, TopK
 
@@ -47,9 +47,9 @@ class Method:
         return isinstance(getattr(self.compressor, "error_feedback", None), DGC)
 
 
-def dgc(ramp_steps: int, clip: float | None = None, masking: bool = True) -> Method:
+def dgc(ramp_steps: int, clip: float | None = None) -> Method:
     """Deep Gradient Compression at 1 %, momentum 0.9 on the ranks: for SGD alone."""
-    return Method(TopK(0.01, ramp_steps=ramp_steps, error_feedback=DGC(0.9, clip=clip, masking=masking)))
+    return Method(TopK(0.01, ramp_steps=ramp_steps, error_feedback=DGC(0.9, clip=clip)))
 
 
 METHODS = {
@@ -65,20 +65,7 @@ METHODS = {
     "topk, ramp 500": Method(TopK(0.01, ramp_steps=500)),
     "topk DGC": dgc(0),
     **{f"topk DGC, ramp {steps}": dgc(steps) for steps in (100, 250, 500)},
-    **{
-        f"topk DGC, ramp {steps}, clip {clip:g}": dgc(steps, clip=clip)
-        for steps, clip in (
-            (250, 0.1),
-            (250, 0.2),
-            (500, 0.1),
-            (350, 0.4),
-            (500, 0.3),
-            (500, 0.4),
-            (500, 0.5),
-            (1000, 0.3),
-        )
-    },
-    "topk DGC, ramp 250, clip 0.2, no masking": dgc(250, clip=0.2, masking=False),
+    "topk DGC, ramp 500, clip 0.3": dgc(500, clip=0.3),
     **{f"powersgd, {steps} exact": Method("powersgd", exact_steps=steps) for steps in (100, 250, 500)},
     "powersgd rank 8": Method(PowerSGD(8)),
     "randomk 10%": Method(RandomK(0.1)),
@@ -229,47 +216,6 @@ def unseen_nats(model: nn.Module, unseen: Tensor, context: int) -> float:
     windows = unseen[: (len(unseen) - 1) // context * context + 1].unfold(0, context + 1, context)
     total = sum(gpt_loss(model, part).item() * len(part) for part in windows.split(64))
     return total / len(windows)
-
-
-def digits_options(epochs: int, *, optimizer: str = "sgd", lr: float | None = None) -> argparse.Namespace:
-    """Of examples/digits.py; None is its learning rate."""
-    options = digits.parse(["--epochs", str(epochs), *(() if lr is None else ("--lr", str(lr)))])
-    options.optimizer = optimizer
-    return options
-
-
-def train_digits(method: Method, seed: int, options: argparse.Namespace) -> float:
-    """Accuracy of examples/digits.py's network on its test images, in percent."""
-    training, test = digits.load_digits(seed)
-    model = digits.build(seed)
-    averaged = Averaged(model, method, RANKS)
-    optimizer: torch.optim.Optimizer
-    if options.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    else:
-        optimizer = torch.optim.SGD(sgd_groups(model, method.momentum_on_ranks, exact_names(model)), lr=options.lr)
-    for batches in digits_batches(len(training), seed, options):
-        parts = [(training.tensors[0][rows], training.tensors[1][rows]) for rows in batches]
-        averaged.backward([functools.partial(_digits_loss, model, *part) for part in parts])
-        averaged.scaler.step(optimizer)
-        averaged.scaler.update()
-    with torch.no_grad():
-        images, labels = test.tensors
-        return 100 * (model(images).argmax(dim=1) == labels).float().mean().item()
-
-
-def digits_batches(images: int, seed: int, options: argparse.Namespace) -> Iterator[list[Tensor]]:
-    """Which images each rank takes, step by step."""
-    draw = torch.Generator().manual_seed(seed)
-    each = options.batch_size * RANKS
-    for _ in range(options.epochs):
-        order = torch.randperm(images, generator=draw)
-        for begin in range(0, images - each + 1, each):
-            yield list(order[begin : begin + each].split(options.batch_size))
-
-
-def _digits_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(model(images), labels)
 
 
 def gradients_of_ranks(options: argparse.Namespace, ranks: int, step: int) -> list[dict[str, Tensor]]:

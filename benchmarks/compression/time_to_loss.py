@@ -35,13 +35,10 @@ MODELS = ("gpt", "resnet")
 LR_FACTORS = {"ringdp-signsgd": 0.01}  # a sign is as large as a large gradient
 WINDOW = 20  # steps
 BASE = "ddp-gloo-fp16"  # what the others are compared with
+_COMPRESSED = ("int8", "int6", "int5", "int4", "nf4", "qsgd", "terngrad", "sign", "signsgd", "topk", "topk-dgc")
 RESNET_MODES = (
-    "ddp-gloo",
-    BASE,
-    "ddp-ring-powersgd",
-    "ringdp",
-    *(f"ringdp-{name}" for name in ("int8", "int6", "int5", "int4", "nf4", "qsgd", "terngrad", "sign", "signsgd")),
-    *(f"ringdp-{name}" for name in ("topk", "topk-dgc", "randomk", "powersgd")),
+    *("ddp-gloo", BASE, "ddp-ring-powersgd", "ringdp"),
+    *(f"ringdp-{name}" for name in (*_COMPRESSED, "randomk", "powersgd")),
 )
 
 

@@ -2,8 +2,7 @@
 
     ringrun -H one,two -m benchmarks far --rate 100mbit
                                     one rank on each of two hosts: all-reduces of 25 MiB through ring and gloo, sends in
-                                    one direction, the first all-reduce after a rest of 5 s beside the next one, and
-                                    4 KiB alone and beside a bulk operation
+                                    one direction, and the first all-reduce after a rest of 5 s beside the next one
     ringrun -H one,two -m benchmarks far --settings cubic:1,cubic:16,bbr:8
                                     with these values of RINGDP_CONGESTION and RINGDP_STREAMS, one after the other
     ringrun -H one,two,three,four -m benchmarks far --small --delay 50
@@ -37,7 +36,6 @@ from benchmarks.lib.measure import format_size, format_time, parse_size, table
 from benchmarks.lib.ranks import Unavailable
 from ringdp import config
 
-SMALL_BYTES = 4096
 SMALL_SIZES = tuple(size << 10 for size in (4, 64, 256, 512))
 MIXED_COUNTS = (1, 1000, 20_000, 300_000, 1_000_000)  # of --minutes, float32
 LONGEST_REST_S = 5.0
@@ -103,40 +101,6 @@ def soak(group: dist.ProcessGroup, minutes: float, seed: int) -> dict[str, float
     return {"calls": calls, "slowest_s": session.slowest(slowest_s, group)}
 
 
-def echo(buffer: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Seconds from rank 0 to rank 1 and back, on rank 0."""
-    began = time.perf_counter()
-    if dist.get_rank() == 0:
-        dist.send(buffer, 1, group=group)
-        dist.recv(buffer, 1, group=group)
-    else:
-        dist.recv(buffer, 0, group=group)
-        dist.send(buffer, 0, group=group)
-    return time.perf_counter() - began
-
-
-def beside_bulk(group: dist.ProcessGroup, size: int, calls: int) -> tuple[list[float], list[float], float]:
-    """Seconds of 4 KiB there and back, alone and while an operation of `size` bytes is under way that gives way to
-    others; and those of that operation."""
-    other = session.ring_group()
-    small = torch.zeros(SMALL_BYTES // 4)
-    alone = [echo(small, other) for _ in range(calls)]
-    large = torch.zeros(size // 4)
-    dist.barrier(other)
-    began = time.perf_counter()
-    with ringdp.named("far: bulk", bulk=True):
-        work = dist.all_reduce(large, group=group, async_op=True)
-    assert work is not None
-    beside = []
-    for _ in range(calls):
-        seconds = echo(small, other)
-        if session.slowest(float(work.is_completed()), other):
-            break  # nothing was beside it any more
-        beside.append(seconds)
-    work.wait()
-    return alone, beside, session.slowest(time.perf_counter() - began, other)
-
-
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """On each rank of somebody's launcher, for each setting; rank 0 prints. Through gloo only with the last: it has
     none."""
@@ -153,8 +117,8 @@ def _one_job(args: argparse.Namespace, *, last: bool) -> dict[str, Any]:
     """Join a job, measure, print on rank 0, leave it."""
     ringdp.init()
     ranks = ringdp.world_size()
-    if ranks < 2 or (ranks > 2 and (args.sends or args.beside)):
-        raise Unavailable("two ranks are needed, one on each of two hosts; more with --sends 0 --beside 0")
+    if ranks < 2 or (ranks > 2 and args.sends):
+        raise Unavailable("two ranks are needed, one on each of two hosts; more with --sends 0")
     ring = session.ring_group()
     if args.minutes:
         found = soak(ring, args.minutes, args.seed)
@@ -191,11 +155,6 @@ def _table_of_line(args: argparse.Namespace, ring: dist.ProcessGroup, carried: f
         time.sleep(5)
         pair = [timed(lambda: dist.all_reduce(buffer, group=ring), ring) for _ in range(2)]
         rows.append(row(f"after 5 s, and the next: {pair[0] / pair[1]:.2f}", pair, size, rate, carried))
-    if args.beside:
-        alone, beside, bulk_s = beside_bulk(ring, size, args.beside)
-        rows.append(row("there and back, alone", alone, SMALL_BYTES, 0.0))
-        rows.append(row("there and back, beside bulk", beside, SMALL_BYTES, 0.0))
-        rows.append(row("all-reduce, bulk", [bulk_s], size, rate, carried))
     if args.gloo and gloo:
         other, few = dist.new_group(backend="gloo"), torch.zeros(args.gloo_size // 4)
         times = [timed(lambda: dist.all_reduce(few, group=other), ring) for _ in range(args.gloo)]
@@ -215,7 +174,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, default=5, help="all-reduces through ring (5)")
     parser.add_argument("--sends", type=int, default=3, help="messages in one direction through ring (3)")
     parser.add_argument("--idle", type=int, default=0, help="rests of 5 s (0)")
-    parser.add_argument("--beside", type=int, default=0, help="4 KiB there and back, beside a bulk operation (0)")
     parser.add_argument("--small", action="store_true", help="all-reduces of 4 to 512 KiB instead, --calls of each")
     parser.add_argument("--delay", type=float, default=0.0, help="ms from one host to another, for --small")
     parser.add_argument("--minutes", type=float, default=0.0, help="all sizes and rests, for so long, instead")
@@ -226,4 +184,4 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     if args.small or args.minutes:
-        args.sends = args.beside = 0
+        args.sends = 0

@@ -13,7 +13,6 @@ do, unless this system does not let a namespace have it; then its own, and a lin
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.hosts import INTERFACE, Hosts, HostsError, namespace, on_host, run_ranks, tool
-from benchmarks.lib.ranks import RanksFailed, compiler, signals_unwind, start, stop_all
+from benchmarks.lib.ranks import RanksFailed, Unavailable, compile_program, signals_unwind, start, stop_all
 
 SOURCE = Path(__file__).with_name("long_line.cpp")
 # What most hosts have; this machine's may be others.
@@ -96,21 +95,10 @@ class Forwarder:
 
 def _compiled() -> Path:
     """long_line.cpp as a program, compiled when it has changed."""
-    found = compiler()
-    if found is None:
-        raise HostsError("no C++ compiler: install g++, or name one in CXX")
     folder = Path(tempfile.gettempdir()) / f"ringdp-long-line-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
     program = folder / hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    with open(folder / "lock", "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not program.exists():
-            made = program.with_suffix(".new")
-            words = [found, "-std=c++20", "-O2", "-o", str(made), str(SOURCE)]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise HostsError(f"{found} cannot compile {SOURCE.name}: {done.stderr.strip()[-400:]}")
-            made.rename(program)
+    if not program.exists():
+        compile_program([SOURCE], program, "-O2")
     return program
 
 
@@ -191,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with signals_unwind(), FarHosts(args.hosts, rate=args.rate, line=line, congestion=args.congestion) as hosts:
             run_ranks(hosts, words, per_host=args.per_host, timeout_s=args.timeout)
-    except HostsError as error:
+    except Unavailable as error:
         print(f"long_line: {error}", file=sys.stderr)
         return 2
     except RanksFailed as error:

@@ -1,18 +1,14 @@
-"""What rounds (ringdp.DiLoCo) cost, and what they do to the loss.
+"""What rounds (ringdp.DiLoCo) cost.
 
     python -m benchmarks rounds step        one outer step: DiLoCo beside the usual loop on gloo (an all-reduce for each
                                             parameter, torch's SGD, parameters copied out and back), in turns
-    python -m benchmarks rounds loss        the GPT of examples/char_lm.py on 4 ranks, equal tokens, several seeds:
-                                            RingDP, and rounds of 50 and 100 steps, exact and as codes,
-                                            after --warm-up of the steps, which are exact (0.1)
     python -m benchmarks rounds overlap --hosts 2 --rate 100mbit
                                             a larger GPT between hosts: a step alone, and with streaming rounds
     ringrun -H one,two -m benchmarks rounds overlap         the same between your own machines
     sudo python -m benchmarks long_line --rate 100mbit --timeout 1500 -- python -m benchmarks rounds overlap
                                             and between two namespaces, 50 ms there and back
 
-`step` checks that both come to the same parameters before it times them. `loss` prints nats per character on text that
-was not trained on, after the last round; differences are between runs of the same seed, with 95 % intervals.
+`step` checks that both come to the same parameters before it times them. What rounds do to the loss: far_loss.
 """
 
 from __future__ import annotations
@@ -30,20 +26,13 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
-from benchmarks.compression.quality_runs import gpt_loss, gpt_options, small_gpt_options, text, unseen_nats, windows_of
+from benchmarks.compression.quality_runs import gpt_loss, gpt_options
 from benchmarks.lib import session
 from benchmarks.lib.measure import interval, table
 from examples.char_lm import GPT
 
 STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-RUNS: dict[str, dict[str, Any] | None] = {
-    "RingDP": None,
-    "every 50, streaming": {"every": 50, **STREAMING},
-    "every 50, streaming, int4": {"every": 50, **STREAMING, "compression": "int4"},
-    "every 100, streaming, int4": {"every": 100, **STREAMING, "compression": "int4"},
-}
-
 # One outer step.
 
 
@@ -114,84 +103,6 @@ def report_steps(result: dict[str, Any]) -> tuple[str, str]:
         rows.append([name, f"{statistics.median(each) * 1e3:.1f} ms", f"{ratio:.3f} ± {half if half < 9 else 0:.3f}"])
     words = f"one outer step of {result['rows']['parameters']:,} parameters"
     return words, table(["", "median of the slowest rank", "to the usual loop"], rows)
-
-
-# The loss.
-
-
-def average_gradients(module: nn.Module, group: Any) -> None:
-    """As RingDP does; its wrapper could not be taken off again."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    flat = torch.cat([it.flatten() for it in gradients])
-    dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
-    for it, mean in zip(gradients, flat.split([it.numel() for it in gradients]), strict=True):
-        it.copy_(mean.view_as(it))
-
-
-def train(
-    name: str, seed: int, steps: int, warm_up: int, group: Any, rank: int, outer: dict[str, Any]
-) -> tuple[float, dict[str, float]]:
-    """Nats per character at the end, the same on all ranks; and how many times fewer bytes rounds have sent.
-
-    The first `warm_up` steps are exact, as RingDP's; then the rounds begin.
-    """
-    training, unseen, alphabet = text()
-    options = small_gpt_options(steps=steps)
-    torch.manual_seed(seed)
-    module: nn.Module = GPT(alphabet, options)
-    chosen = RUNS[name]
-    model = ringdp.RingDP(module, process_group=group) if chosen is None else module
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
-    rounds: ringdp.DiLoCo | None = None
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps, pct_start=0.1)
-    draw = torch.Generator().manual_seed(seed * 10_007 + rank)
-    for step in range(steps):
-        if chosen is not None and step == warm_up:
-            rounds = ringdp.DiLoCo(model, optimizer, process_group=group, **({"outer": outer} | chosen))
-        optimizer.zero_grad()
-        gpt_loss(model, windows_of(training, options, draw)).backward()
-        if chosen is not None and rounds is None:
-            average_gradients(module, group)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    cost = {}
-    if rounds is not None:
-        rounds.finish()
-        rounds.detach()
-        sent = rounds.stats()
-        cost = {"less": sent.bytes_of_exact_steps / max(1, sent.bytes_sent)}
-    return unseen_nats(module, unseen, options.context), cost
-
-
-def losses(given: dict[str, Any], joined: session.Joined) -> dict[str, Any]:
-    group = session.ring_group()
-    found: dict[str, list[float]] = {name: [] for name in given["runs"]}
-    costs: dict[str, dict[str, float]] = {}
-    for seed in given["seeds"]:
-        for name in given["runs"]:
-            loss, costs[name] = train(name, seed, given["steps"], given["warm_up"], group, joined.rank, given["outer"])
-            found[name].append(loss)
-            joined.say(f"seed {seed}, {name}: {loss:.4f}")
-    return {"losses": found, "costs": costs}
-
-
-def report_losses(result: dict[str, Any]) -> tuple[str, str]:
-    found, costs = result["rows"]["losses"], result["rows"]["costs"]
-    base = next(iter(found.values()))
-    rows = []
-    for name, each in found.items():
-        mean, half = interval([a - b for a, b in zip(each, base, strict=True)])
-        spread = statistics.stdev(each) if len(each) > 1 else 0.0
-        less = costs[name].get("less")
-        shown = "" if each is base else f"{mean:+.4f}" + ("" if half == float("inf") else f" ± {half:.4f}")
-        rows.append([name, f"{statistics.fmean(each):.4f}", f"{spread:.4f}", shown, f"1/{less:.0f}" if less else "1"])
-    settings = result["settings"]
-    exact = f"the first {settings['warm_up']} exact"
-    seeds = ", ".join(map(str, settings["seeds"]))
-    words = f"{settings['steps']} steps each, {exact}, seeds {seeds}"
-    columns = ["", "nats per character", "σ of seeds", f"to {next(iter(found))}, 95 %", "bytes"]
-    return words, table(columns, rows)
 
 
 # A step beside rounds.
@@ -274,26 +185,13 @@ def report_overlap(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def run_rank(joined: session.Joined) -> None:
-    joined.deliver(
-        {"step": outer_steps, "loss": losses, "overlap": overlap}[joined.settings["what"]](joined.settings, joined)
-    )
+    joined.deliver({"step": outer_steps, "overlap": overlap}[joined.settings["what"]](joined.settings, joined))
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "what": args.what,
-        "blocks": args.blocks,
-        "runs": args.runs,
-        "seeds": list(range(args.seeds)),
-        "steps": args.steps,
-        "warm_up": round(args.warm_up * args.steps),
-        "outer": OUTER | {"lr": args.outer_lr, "momentum": args.outer_momentum},
-        "every": args.every,
-        "compression": None if args.compression == "none" else args.compression,
-        "batch": args.batch,
-        "width": args.width,
-        "layers": args.layers,
-    }
+    names = ("what", "blocks", "every", "batch", "width", "layers")
+    found = {name: getattr(args, name) for name in names}
+    return found | {"compression": None if args.compression == "none" else args.compression}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -302,7 +200,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 REPORTS: dict[str, Callable[[dict[str, Any]], tuple[str, str]]] = {
-    "step": report_steps, "loss": report_losses, "overlap": report_overlap
+    "step": report_steps, "overlap": report_overlap
 }  # fmt: skip
 
 
@@ -322,14 +220,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", default="step", choices=("step", "loss", "overlap"), help="default step")
-    parser.add_argument("--blocks", type=int, default=9, help="of each kind (step, overlap; default 9)")
-    parser.add_argument("--runs", default=";".join(RUNS), help="of loss, with semicolons; the first is compared with")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (loss; default 3)")
-    parser.add_argument("--steps", type=int, default=2500, help="of each rank (loss; default 2500)")
-    parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (loss; 0.1)")
-    parser.add_argument("--outer-lr", type=float, default=OUTER["lr"], help="of the outer optimizer (loss; 0.7)")
-    parser.add_argument("--outer-momentum", type=float, default=OUTER["momentum"], help="the same (default 0.9)")
+    parser.add_argument("what", nargs="?", default="step", choices=("step", "overlap"), help="default step")
+    parser.add_argument("--blocks", type=int, default=9, help="of each kind (default 9)")
     parser.add_argument("--every", type=int, default=50, help="steps of a round (overlap; default 50)")
     parser.add_argument("--compression", default="int4", help="of overlap: a codec, or none (default int4)")
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a step (overlap; default 4)")
@@ -338,9 +230,4 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    args.runs = session.chosen(args.runs, tuple(RUNS), ";")
-    if args.what == "loss" and args.ranks is None and not args.hosts:
-        args.place = session.Place(4)
-    if not 0 <= args.warm_up < 1:
-        raise ValueError("--warm-up is a part of the steps: from 0 to below 1")
-    session.at_least(1, blocks=args.blocks, seeds=args.seeds, steps=args.steps, every=args.every, batch=args.batch)
+    session.at_least(1, blocks=args.blocks, every=args.every, batch=args.batch)

@@ -31,12 +31,8 @@ def measure(hosts: Hosts, *, seconds: float) -> Goodput | None:
     """Goodput between host 0 and host 1; None where iperf3 is not installed. Raises NoGoodput."""
     if shutil.which("iperf3") is None or hosts.count < 2:
         return None
-    server = start(
-        hosts.command(0, ["iperf3", "--server", "--port", str(PORT)]),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = hosts.command(0, ["iperf3", "--server", "--port", str(PORT)])
+    server = start(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         one = _client(hosts, seconds, [])["end"]["sum_received"]["bits_per_second"] / 8
         end = _client(hosts, seconds, ["--bidir"])["end"]

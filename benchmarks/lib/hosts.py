@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -137,12 +136,6 @@ class Hosts:
                 tool("tc", *where, "class", "change", "dev", device, *_class(rate))
         if only is None:
             self.rate = rate
-
-    def counters(self, host: int) -> tuple[int, int]:
-        """(received, sent) bytes of that host's interface, headers included."""
-        text = _ip("-n", namespace(self.name, host), "-s", "-j", "link", "show", "dev", INTERFACE)
-        stats = json.loads(text)[0]["stats64"]
-        return int(stats["rx"]["bytes"]), int(stats["tx"]["bytes"])
 
     def _make(self) -> None:
         bridge = f"{self.name}b"
@@ -305,12 +298,15 @@ def _parser() -> argparse.ArgumentParser:
     run = verbs.add_parser("run", parents=[made], help="make hosts, run a command per rank, remove the hosts")
     run.add_argument("--per-host", type=int, default=1, help="ranks on each host (default 1)")
     run.add_argument("--timeout", type=float, default=300.0, help="seconds before everything is ended (default 300)")
-    verbs.add_parser("up", parents=[made, named], help="make hosts and leave them")
-    verbs.add_parser("exec", parents=[named, one], help="run a command on a host")
-    verbs.add_parser("cut", parents=[named, one], help="take a host's link down")
-    verbs.add_parser("heal", parents=[named, one], help="bring a host's link up again")
-    verbs.add_parser("down", parents=[named], help="remove hosts")
-    verbs.add_parser("clean", help="remove what killed runs left behind")
+    for verb, parents, words in (
+        ("up", [made, named], "make hosts and leave them"),
+        ("exec", [named, one], "run a command on a host"),
+        ("cut", [named, one], "take a host's link down"),
+        ("heal", [named, one], "bring a host's link up again"),
+        ("down", [named], "remove hosts"),
+        ("clean", [], "remove what killed runs left behind"),
+    ):
+        verbs.add_parser(verb, parents=parents, help=words)
     return parser
 
 
@@ -346,8 +342,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: Sequence[str]) -> int:
     args, words = parse(argv)
     try:
-        reason = why_not()
-        if reason is not None:
+        if (reason := why_not()) is not None:
             raise HostsError(reason)
         _act(args, words)
     except (HostsError, RanksFailed) as error:

@@ -135,10 +135,7 @@ def _wait(running: Sequence[_Running], timeout_s: float, grace_s: float) -> None
 def _ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+    return f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def stop_all(processes: Sequence[subprocess.Popen[Any]], *, patience_s: float = 2.0) -> None:
@@ -172,6 +169,19 @@ def torchrun_env(*, rank: int, world_size: int, address: str, port: int, per_hos
 def compiler() -> str | None:
     """Of C++: what CXX names, or g++, or c++."""
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def compile_program(sources: Sequence[Path], made: Path, *flags: str) -> None:
+    """`made` from C++ sources, at once or not at all. Raises Unavailable."""
+    if (found := compiler()) is None:
+        raise Unavailable("no C++ compiler: install g++, or name one in CXX")
+    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = made.with_suffix(f".{os.getpid()}")
+    words = [found, "-std=c++20", *flags, "-o", str(new), *map(str, sources)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Unavailable(f"{found} cannot compile {sources[0].name}: {done.stderr.strip()[-400:]}")
+    new.rename(made)
 
 
 def threads_per_rank(world_size: int) -> int:

@@ -91,20 +91,15 @@ def parse(module: Any, argv: Sequence[str], name: str = "") -> argparse.Namespac
     args = parser.parse_args(argv)
     try:
         if hasattr(module, "run_rank"):
-            args.place = place_of(args)
+            if args.ranks_per_host is not None and (args.ranks is not None or not args.hosts):
+                raise ValueError("--ranks-per-host goes with --hosts, and without --ranks")
+            ranks = args.ranks if args.ranks is not None else args.hosts * (args.ranks_per_host or 1) or 2
+            args.place = Place(ranks, args.hosts, args.rate)
         if hasattr(module, "check"):
             module.check(args)
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def place_of(args: argparse.Namespace) -> Place:
-    """Raises ValueError."""
-    if args.ranks_per_host is not None and (args.ranks is not None or not args.hosts):
-        raise ValueError("--ranks-per-host goes with --hosts, and without --ranks")
-    ranks = args.ranks if args.ranks is not None else args.hosts * (args.ranks_per_host or 1) or 2
-    return Place(ranks=ranks, hosts=args.hosts, rate=args.rate)
 
 
 def chosen(text: str, known: Sequence[str], separator: str = ",") -> list[str]:
@@ -158,7 +153,8 @@ def reported(
     except KeyboardInterrupt:
         status, reason = 130, "interrupted"
     if result is not None:
-        print(report(result), flush=True)
+        if words := report(result):
+            print(words, flush=True)
         status = status or int(bool(result.get("failed")))
     if reason:
         print(f"{name}: {reason}", file=sys.stderr)

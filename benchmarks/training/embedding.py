@@ -1,4 +1,4 @@
-"""A sharded embedding beside torch RPC's remote module and whole tables on each rank: samples a second, and memory.
+"""A sharded embedding beside whole tables on each rank: samples a second, and memory.
 
     python -m benchmarks embedding --ranks 4               4 ranks on this machine
     python -m benchmarks embedding --hosts 4 --rate 1gbit  4 ranks on hosts of their own (needs root)
@@ -8,8 +8,6 @@ number; all is trained with SGD. The ways:
 
     sharded        ringdp.nn.ShardedEmbedding, the dense part in RingDP; with prefetch, and rows as bfloat16 and int8
     DDP on gloo    nn.EmbeddingBag(sparse=True) and the dense part, whole on each rank, in torch's DDP; also on ring
-    RPC            nn.EmbeddingBag(sparse=True) as a RemoteModule on rank 0, distributed autograd and optimizer, the
-                   dense part in DDP on gloo: torch's tutorial "Combining DDP with the RPC framework"
 
 First all train a small table, and must give the same rows. Then they are timed one after the other, because each copy
 of the table fills memory, `--turns` times over. Times are medians of blocks, of the slowest rank; memory is a rank's
@@ -22,9 +20,7 @@ import argparse
 import functools
 import gc
 import itertools
-import os
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,8 +38,7 @@ SHARDED = {
     "sharded, int8, prefetch": "int8",
 }
 WHOLE = {"DDP on gloo": "gloo", "DDP on ring": "ring"}
-REMOTE = "RPC"
-WAYS = (*SHARDED, *WHOLE, REMOTE)
+WAYS = (*SHARDED, *WHOLE)
 _RATE, _SMALL_ROWS, _CHECKED_STEPS, _POOL = 0.05, 1009, 3, 8
 
 Batch = tuple[Tensor, Tensor]
@@ -80,24 +75,6 @@ class Whole(nn.Module):
         return self.dense(self.bags(ids, offsets))
 
 
-class Table(nn.EmbeddingBag):
-    """What RPC's rank 0 has."""
-
-    def __init__(self, rows: int, dim: int) -> None:
-        super().__init__(rows, dim, mode="sum", sparse=True, _weight=initial(rows, dim))
-
-
-_remote: list[Any] = []
-
-
-def give_remote() -> Any:
-    return _remote[-1]
-
-
-def rows_of(module: Any, ids: Tensor) -> Tensor:
-    return module.local_value().weight.detach()[ids]
-
-
 def initial(rows: int, dim: int) -> Tensor:
     return torch.randn(rows, dim, generator=torch.Generator().manual_seed(1)).mul_(0.1)
 
@@ -112,10 +89,8 @@ class Trainee:
     def __init__(self, way: str, rows: int, dim: int, groups: dict[str, dist.ProcessGroup]) -> None:
         if way in SHARDED:
             self._sharded(way, rows, dim, groups["ring"])
-        elif way in WHOLE:
-            self._whole(rows, dim, groups[WHOLE[way]])
         else:
-            self._remote(rows, dim, groups["gloo"])
+            self._whole(rows, dim, groups[WHOLE[way]])
 
     def _sharded(self, way: str, rows: int, dim: int, group: dist.ProcessGroup) -> None:
         import ringdp
@@ -157,35 +132,6 @@ class Trainee:
         self.step, self.held = step, rows * dim * 4
         self.rows = lambda ids: module.bags.weight.detach()[ids]
 
-    def _remote(self, rows: int, dim: int, group: dist.ProcessGroup) -> None:
-        from torch.distributed import autograd, rpc
-        from torch.distributed.nn.api.remote_module import RemoteModule
-        from torch.distributed.optim import DistributedOptimizer
-
-        if dist.get_rank() == 0:
-            _remote.append(RemoteModule("rank0/cpu", Table, args=(rows, dim)))
-        dist.barrier()
-        remote = rpc.rpc_sync("rank0", give_remote)
-        dense = nn.parallel.DistributedDataParallel(make_dense(dim), process_group=group)
-        # Each rank's gradients of the table are applied by themselves: together they count as their sum.
-        of_table = DistributedOptimizer(torch.optim.SGD, remote.remote_parameters(), lr=_RATE / dist.get_world_size())
-        of_dense = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(it) for it in dense.parameters()], lr=_RATE)
-        small = rows == _SMALL_ROWS
-
-        def step(batch: Batch, following: Batch) -> None:
-            with autograd.context() as context:
-                loss = dense(remote.forward(*batch)).square().mean()
-                autograd.backward(context, [loss])  # type: ignore[attr-defined]
-                if small:  # only there have all ranks to use the same rows
-                    dist.barrier()
-                of_table.step(context)
-                of_dense.step(context)
-            if small:
-                dist.barrier()
-
-        self.step, self.held = step, rows * dim * 4 if dist.get_rank() == 0 else 0
-        self.rows = lambda ids: rpc.rpc_sync("rank0", rows_of, args=(remote.get_module_rref(), ids))
-
 
 def train_alike(ways: Sequence[str], dim: int, groups: dict[str, dist.ProcessGroup]) -> None:
     """Raises AssertionError where a way gives other rows than the first."""
@@ -213,16 +159,8 @@ def _next_step(trainee: Trainee, turns: Iterator[tuple[Batch, Batch]]) -> None:
 def run_rank(joined: session.Joined) -> None:
     given = joined.settings
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's RPC
     ranks = list(range(joined.world_size))
     groups: Any = {name: dist.new_group(ranks, backend=name) for name in ("ring", "gloo")}
-    if REMOTE in given["ways"]:
-        from torch.distributed import rpc
-
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://{os.environ['MASTER_ADDR']}:{given['rpc_port']}", rpc_timeout=120
-        )
-        rpc.init_rpc(f"rank{joined.rank}", rank=joined.rank, world_size=len(ranks), rpc_backend_options=options)
     train_alike(given["ways"], given["dim"], groups)
     batches = zipf_batches(given["rows"], given["samples"], given["ids"], given["zipf"], joined.rank)
     distinct = statistics.mean(len(ids.unique()) for ids, _ in batches)
@@ -239,16 +177,13 @@ def run_rank(joined: session.Joined) -> None:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
             held[way] = int(most)
             del trainee, step
-            _remote.clear()
             gc.collect()
             dist.barrier()
-    if REMOTE in given["ways"]:
-        rpc.shutdown()
     joined.deliver({"seconds": seconds, "held": held, "distinct": distinct})
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("rows", "dim", "samples", "ids", "zipf", "steps", "blocks", "turns", "ways", "rpc_port")
+    names = ("rows", "dim", "samples", "ids", "zipf", "steps", "blocks", "turns", "ways")
     return {name: getattr(args, name) for name in names}
 
 
@@ -283,7 +218,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=3, help="of each turn (default 3)")
     parser.add_argument("--steps", type=int, default=10, help="of a block (default 10)")
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by ';' (default all)")
-    parser.add_argument("--rpc-port", type=int, default=29619, help="where RPC's ranks meet (default 29619)")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -32,7 +32,6 @@ class Mode:
     compression: str = ""  # RingDP's: a compressor's name, or `DGC`
     samples: str = ""  # RingDP's weights: equal or unequal ones
     hook: str = ""  # DDP's: fp16 and powersgd, torch's hooks; int8 and int4, ringdp.hooks.ddp_hook
-    buckets_at_ends: bool = False  # small RingDP buckets at both ends
     scaler: str = ""  # the loss is scaled, by the GradScaler of torch or ringdp
     barrier: bool = False  # without a wrapper: the ranks wait for each other at the end of backward
     largest_error: float = 1e-2  # of a parameter's change in three steps, relative
@@ -73,7 +72,6 @@ MODES = {
     "ringdp-silent": Mode("RingDP", "ring", environment=_SILENT),
     "ringdp-metrics": Mode("RingDP", "ring", environment=_TOLD),
     **{f"ringdp-buckets-{mb:g}": Mode("RingDP", "ring", {"bucket_cap_mb": mb}) for mb in (0.5, 1.0, 4.0, 25.0, 100.0)},
-    "ringdp-buckets-ends": Mode("RingDP", "ring", buckets_at_ends=True),
     "ringdp-weights": Mode("RingDP", "ring", {"weight": "call"}, samples="equal"),
     "ringdp-unequal": Mode("RingDP", "ring", {"weight": "call"}, samples="unequal"),
     "ringdp-scaled": Mode("RingDP", "ring", scaler="ringdp"),
@@ -121,9 +119,7 @@ def _in_ringdp(mode: Mode, module: nn.Module, group: dist.ProcessGroup | None) -
     import ringdp
     from ringdp.diagnosis.records import step_records
 
-    arguments, before = dict(mode.arguments), dict(os.environ)
-    if mode.buckets_at_ends:
-        arguments["bucket_cap_mb"] = caps_at_ends(module)
+    before = dict(os.environ)
     os.environ.update(mode.environment)
     if _FOLDER in mode.environment:
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="ringdp-metrics-")
@@ -131,7 +127,7 @@ def _in_ringdp(mode: Mode, module: nn.Module, group: dist.ProcessGroup | None) -
     if mode.environment:
         step_records.cache_clear()
     try:
-        model = ringdp.RingDP(module, process_group=group, compression=mode.compressor, **arguments)
+        model = ringdp.RingDP(module, process_group=group, compression=mode.compressor, **mode.arguments)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -139,15 +135,6 @@ def _in_ringdp(mode: Mode, module: nn.Module, group: dist.ProcessGroup | None) -
         samples = 1000 + (dist.get_rank(group) if mode.samples == "unequal" else 0)
         model.register_forward_pre_hook(lambda wrapper, _: wrapper.set_weight(samples))
     return model
-
-
-def caps_at_ends(module: nn.Module) -> list[float]:
-    """1, 2, 4, … MiB for the first half of the gradients, then down again to 1 MiB."""
-    half_mb = sum(it.numel() * it.element_size() for it in module.parameters()) / 2 / (1 << 20)
-    rising = [1.0]
-    while sum(rising) + 2 * rising[-1] <= half_mb:
-        rising.append(2 * rising[-1])
-    return [*rising, max(rising[-1], 2 * (half_mb - sum(rising))), *reversed(rising)]
 
 
 def wire_bytes(mode: Mode, module: nn.Module) -> int | None:
