@@ -38,7 +38,7 @@ from ringdp.compression.exchange import Section
 from ringdp.compression.exchange.local import there_and_back
 
 _NAMED = ("fp16", "bf16", "int8", "int6", "int5", "int4", "nf4")
-_ROTATED = {"int8": Int8, "int6": Int6, "int5": Int5, "int4": Int4}
+_ROTATED: dict[str, Any] = {"int8": Int8, "int6": Int6, "int5": Int5, "int4": Int4}
 CODES: dict[str, Any] = {
     **dict(zip(_NAMED, _NAMED, strict=True)),
     **{f"{name} rotated": kind(rotate=True) for name, kind in _ROTATED.items()},

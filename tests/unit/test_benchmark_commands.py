@@ -66,7 +66,7 @@ def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("elastic_peers --ranks 2", "3 to 8 ranks are needed"),
         ("churn --every x", "could not convert"),
         ("startup --ranks 2,0", "--ranks must be 1 or more"),
-        ("rounds loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
+        ("rounds overlap --every 0", "--every must be 1 or more"),
         ("kernels --fraction nan", "above 0 and at most 1"),
         ("tune --ranks 1", "--ranks must be 2 or more"),
         ("hosts run --hosts 2", "which command?"),

@@ -92,7 +92,7 @@ def test_exact_steps_come_first_and_are_counted() -> None:
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert averaged.simulated is not None
-    assert averaged.simulated.step == 3  # type: ignore[union-attr]
+    assert averaged.simulated.step == 3
 
 
 def test_the_interval_is_student_s() -> None:
