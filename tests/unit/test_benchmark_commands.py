@@ -134,7 +134,8 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 @pytest.mark.parametrize(("document", "least"), DOCUMENTS.items())
 def test_the_commands_in_the_documents_parse(document: str, least: int) -> None:
-    lines = re.findall(r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (ROOT / document).read_text(), re.MULTILINE)
+    text = (ROOT / document).read_text().replace("\\\n", "")
+    lines = re.findall(r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", text, re.MULTILINE)
     assert len(lines) >= least
     for tool, options in lines:
         PARSERS[tool](shlex.split(options))
