@@ -346,7 +346,7 @@ def test_a_setting_has_the_default_and_the_values_of_its_page(
 
 def test_settings_that_are_not_read_by_a_value() -> None:
     for variable in NOT_READ_BY_A_VALUE:
-        default, values, reader = settings()[variable]
+        default, _, reader = settings()[variable]
         assert default.startswith("none")
         assert callable(getattr(variables, reader))
     assert re.findall(r"`(\w+)`", settings()["RINGDP_LOG_LEVEL"][1]) == list(variables._LOG_LEVELS)
