@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from ringdp.tools import timeline, top
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
-from ringdp.tools.hang import commands as hang
+from ringdp.tools.hang import dump, explain
 
-TOOLS = (bench, doctor, hang, timeline, top)
+TOOLS = (bench, doctor, dump, explain, timeline, top)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\

@@ -191,7 +191,7 @@ class _Skips:
         self.culprit: Overflow | None = None  # since the last update
         self._last: deque[bool] = deque(maxlen=_REMEMBERED_STEPS)
         self._in_a_row = 0
-        self._told: tuple[Any, ...] | None = None
+        self._described: tuple[Any, ...] | None = None
 
     def add(self, skipped: bool, scaler: GradScaler) -> None:
         culprit, self.culprit = self.culprit, None
@@ -213,9 +213,9 @@ class _Skips:
                 advice="look for a NaN or an infinity in the inputs, the parameters or the loss",
             )
         what = (culprit.parameter, culprit.ranks)
-        if what == self._told:
+        if what == self._described:
             return
-        self._told = what
+        self._described = what
         # What all ranks say alike, one says aloud.
         level = logging.WARNING if culprit.ranks is None or culprit.rank == 0 else logging.DEBUG
         _log.log(level, "step skipped: %s; %s; the loss scale is now %g", culprit, how_often, scaler.get_scale())

@@ -58,7 +58,7 @@ class RuleUse:
     def unmatched(self) -> list[str]:
         """A sentence for each rule that no parameter fits, with what there is in its place."""
         return [
-            f"no parameter fits {self._rules.words(number)}: {self._instead(number)}"
+            f"no parameter fits {self._rules.describe(number)}: {self._instead(number)}"
             for number, fit in enumerate(self._fit)
             if not fit
         ]
@@ -68,9 +68,9 @@ class RuleUse:
         """A sentence for each rule that parameters fit, and that changes nothing for any of them."""
         told = []
         for number, (fit, first) in enumerate(zip(self._fit, self._first, strict=True)):
-            words, compressor = self._rules.words(number), self._rules.pairs[number][1]
+            words, compressor = self._rules.describe(number), self._rules.pairs[number][1]
             if fit and not first:
-                earlier = [self._rules.words(one) for one in sorted(self._earlier[number])]
+                earlier = [self._rules.describe(one) for one in sorted(self._earlier[number])]
                 come = "comes" if len(earlier) == 1 else "come"
                 told.append(f"{words}, never counts: {' and '.join(earlier)}, {come} first for {_listed(fit)}")
             elif first and compressor is not None and all(one.name in self._exact for one in first):

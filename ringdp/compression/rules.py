@@ -108,13 +108,13 @@ class Rules:
                 fits = _fits(condition, one)
             except Exception as error:
                 raise InvalidArgumentError(
-                    f"{self.words(number)}, raised {type(error).__name__} for {one.name!r} of {one.parameter.numel()}"
-                    f" elements: {error}"
+                    f"{self.describe(number)}, raised {type(error).__name__} for {one.name!r} of"
+                    f" {one.parameter.numel()} elements: {error}"
                 ) from error
             if fits:
                 yield number
 
-    def words(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """A rule by its place and its condition: ``rule 2 of 3, '*.bias'``; the same on all ranks."""
         condition = self.pairs[number][0]
         if isinstance(condition, str | range):

@@ -19,7 +19,7 @@ from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
 from ringdp.data.split import Limits, Pace, shares, split
 from ringdp.errors import InvalidStateError, MismatchError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.data")
@@ -110,7 +110,7 @@ class Agreement:
         self._pending: BackgroundGather | None = None
         self._horizon = 0
         self._drawn = 0  # batches up to this one were drawn at some time
-        self._told_step = 0
+        self._reported_step = 0
         self._changed_step: int | None = None
         self._most = settings.limits.most[self._rank]
 
@@ -121,22 +121,22 @@ class Agreement:
     def before_drawing(self, index: int) -> None:
         """Wait for the answers if batch `index` may belong to a new split."""
         if self._pending is not None and index >= self._horizon:
-            self._hear()
+            self._read()
         self._drawn = max(self._drawn, index + 1)
 
     def step(self, step: int, committed: int, checksum: int, speed: SpeedModel, work: float) -> None:
         """After step `step`, in the forward of the next: on all ranks at the same place between their operations."""
-        if self._group is None or step == self._told_step or not (step == _FIRST_STEP or step % STEPS_BETWEEN == 0):
+        if self._group is None or step == self._reported_step or not (step == _FIRST_STEP or step % STEPS_BETWEEN == 0):
             return
-        self._hear()
-        self._told_step = step
+        self._read()
+        self._reported_step = step
         self._horizon = self._drawn + _AHEAD
         if self._background is None:
             self._background = group_for_background(self._group, "sampler")
         report = Report(speed.measured(), work, self._horizon, step, committed, self._most, checksum)
         self._pending = BackgroundGather(report.packed(), self._background, f"paces of the ranks after step {step}")
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -16,7 +16,7 @@ from ringdp.compression.parameters import clean_name
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, shape_text
 from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import MismatchError
-from ringdp.job.alike import raise_refusal
+from ringdp.job.agreement import raise_refusal
 from ringdp.job.byte_collectives import all_gather_where_different
 
 _SETTING = "setting"

@@ -41,7 +41,7 @@ class SentState(DistributedDataParallel):
         _plain_forms: their types and shapes, which `_buffer_layout` has with their names.
         _agreed_layout: of those that all ranks have sent last; None: nothing was compared yet.
         _never_averaged: frozen parameters that the reducer could not average if they were not.
-        _told_left_alone: the log has the names of those that are not sent.
+        _logged_left_alone: the log has the names of those that are not sent.
     """
 
     _sharded: ShardedParameters | None
@@ -51,7 +51,7 @@ class SentState(DistributedDataParallel):
     _plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
     _agreed_layout: Layout | None = None
     _never_averaged: Sequence[Held] = ()
-    _told_left_alone: bool = False
+    _logged_left_alone: bool = False
 
     def _held(self, *, buffers: bool = True) -> list[Held]:
         ranks = dist.get_process_group_ranks(self.process_group)
@@ -66,8 +66,8 @@ class SentState(DistributedDataParallel):
         found = self._held()
         self._never_averaged = [one for one in found if one.kind == "parameter" and why_not_averaged(one.tensor)]
         left_alone = [f"{one.kind} {one.name} ({one.why})" for one in found if one.treatment is Treatment.LEFT_ALONE]
-        if left_alone and not self._told_left_alone and self.process_group.rank() == 0:
-            self._told_left_alone = True
+        if left_alone and not self._logged_left_alone and self.process_group.rank() == 0:
+            self._logged_left_alone = True
             _log.warning("each rank keeps its own, which is neither compared nor sent: %s", ", ".join(left_alone))
 
     def _refuse_unfrozen(self) -> None:

@@ -26,7 +26,7 @@ from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
-from ringdp.job.alike import raise_refusal, report_refusal
+from ringdp.job.agreement import raise_refusal, report_refusal
 from ringdp.job.backend import backend_name, named
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.elastic import as_unit

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
-from ringdp.job.alike import report_refusal
+from ringdp.job.agreement import report_refusal
 
 COMPARING_MODELS = "comparing models"
 Construct = TypeVar("Construct", bound=Callable[..., None])
 
 
-def tells_refusal(construct: Construct) -> Construct:
+def report_refusals(construct: Construct) -> Construct:
     """For a wrapper's ``__init__``: what it raises before the ranks compare their models, all ranks hear of there.
 
     The wrapper's attribute ``_compare_models`` is gone, or False, when they have compared them, or will not.
@@ -26,7 +26,7 @@ def tells_refusal(construct: Construct) -> Construct:
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)
-    def construct_or_tell(self: Any, *positional: Any, **keywords: Any) -> None:
+    def construct_or_report(self: Any, *positional: Any, **keywords: Any) -> None:
         self.__dict__["_compare_models"] = True
         try:
             construct(self, *positional, **keywords)
@@ -38,7 +38,7 @@ def tells_refusal(construct: Construct) -> Construct:
                     _report_from_wrapper(error, given | given.pop("named", {}))
             raise
 
-    return construct_or_tell  # type: ignore[return-value]
+    return construct_or_report  # type: ignore[return-value]
 
 
 def _report_from_wrapper(error: Exception, arguments: dict[str, Any]) -> None:

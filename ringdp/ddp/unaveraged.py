@@ -81,7 +81,7 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     """`optimizer` has stepped, and some gradient of the wrapper was not averaged, unless by one of `others`."""
     if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
         return
-    if wrapper._told_unaveraged and not wrapper._guard_counts_local_steps:
+    if wrapper._warned_unaveraged and not wrapper._guard_counts_local_steps:
         return
     mine = _ids(optimizer)
     for other in others:
@@ -94,9 +94,9 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     _, nbytes, sent = wrapper.reducer.unaveraged()
     by_hand = 4 * sent >= nbytes or sent < 0
     told = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
-    if not told or wrapper._told_unaveraged:
+    if not told or wrapper._warned_unaveraged:
         return
-    wrapper._told_unaveraged = True
+    wrapper._warned_unaveraged = True
     causes = [
         _listed([name for name, _, under_no_sync, _ in told if under_no_sync], _UNDER_NO_SYNC),
         _listed([name for name, _, under_no_sync, _ in told if not under_no_sync], _PAST_THE_WRAPPER),

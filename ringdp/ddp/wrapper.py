@@ -48,7 +48,7 @@ from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_b
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
-from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
+from ringdp.ddp.refusal import COMPARING_MODELS, report_refusals
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
@@ -57,7 +57,7 @@ from ringdp.diagnosis.window import REPORT_FORM
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import BACKEND, backend_of, has_average, hear_extension, named
+from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class RingDP(
     logger: ReducerLog
 
     @shows_all_arguments
-    @tells_refusal
+    @report_refusals
     def __init__(
         self,
         module: torch.nn.Module,
@@ -201,7 +201,7 @@ class RingDP(
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
-        self._told_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
+        self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
@@ -257,7 +257,7 @@ class RingDP(
                     settings=self._settings_to_agree_on(),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
-                self._devices.tell(self.process_group.rank())
+                self._devices.log_mixed(self.process_group.rank())
         built = super()._build_params_for_reducer()
         self._note_what_is_not_plain()
         if compares:
@@ -293,7 +293,7 @@ class RingDP(
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
-        hear_extension()
+        connect_log()
         self._repaired = repair.steps_are_repaired(self)
         if self._repaired:
             repair.refuse_what_cannot_be_repaired(self)

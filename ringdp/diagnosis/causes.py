@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import Window
 
@@ -56,7 +56,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
     if explains("throttled_s"):
         return Cause(
             "quota",
-            f"its cgroup was throttled {throttled:.0%} of the time: {quota_in_words(facts)}",
+            f"its cgroup was throttled {throttled:.0%} of the time: {describe_quota(facts)}",
             f"raise that quota (cpu.max, or limits.cpu of its pod), or {_less_work(host)}",
         )
     if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
@@ -114,5 +114,5 @@ def others_of(values: Tensor) -> Tensor:
     return torch.stack([values[others].median(0).values for others in rest])
 
 
-def quota_in_words(facts: Facts) -> str:
+def describe_quota(facts: Facts) -> str:
     return f"its quota is {facts.quota_cores:.3g} CPUs" if facts.quota_cores > 0 else "its CPU quota is too small"

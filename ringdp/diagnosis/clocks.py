@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.window import Told
 
 _DRIFT = 100e-6  # of two clocks against each other, at most
@@ -59,7 +59,7 @@ class Clocks:
     _now: float = 0.0
     _same: list[bool] = field(default_factory=list)
 
-    def hear(self, told: Sequence[Told], facts: Sequence[Facts]) -> None:
+    def receive(self, told: Sequence[Told], facts: Sequence[Facts]) -> None:
         """What all ranks told at the same step, by rank."""
         if len(self._bounds) != len(told):
             self._bounds = [_Bound() for _ in told]

@@ -45,7 +45,7 @@ class Collector:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._told: dict[Path, str] = {}  # why a file could not be read, as logged
+        self._logged: dict[Path, str] = {}  # why a file could not be read, as logged
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
@@ -87,8 +87,8 @@ class Collector:
 
         states = read(self._folder, unreadable=unreadable)
         with self._lock:
-            new = {file: reason for file, reason in failed.items() if self._told.get(file) != reason}
-            self._told = dict(failed)
+            new = {file: reason for file, reason in failed.items() if self._logged.get(file) != reason}
+            self._logged = dict(failed)
         for file, reason in new.items():
             _log.warning("metrics: %s cannot be read (%s); the other ranks are served without it", file, reason)
         return states

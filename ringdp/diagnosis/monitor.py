@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.diagnosis.clocks import Clocks, Offset
-from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
+from ringdp.diagnosis.rank_facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import StepRecords, StepTaken, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
@@ -40,14 +40,14 @@ class Attached(Protocol):
     def message(self) -> bytes:
         """This rank's, of `ATTACHED_BYTES`, in the forward before the backward that carries it."""
 
-    def hear(self, step: int, told: list[bytes]) -> None:
+    def receive(self, step: int, told: list[bytes]) -> None:
         """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
 class Gradients(Protocol):
     """What hears of a hash of each rank's gradients."""
 
-    def hear(self, rank: int, step: int, told: Sequence[bytes]) -> None:
+    def receive(self, rank: int, step: int, told: Sequence[bytes]) -> None:
         """By rank, `ATTACHED_BYTES` of each, at rank `rank`. In the backward after step `step`."""
 
 
@@ -77,9 +77,9 @@ class StepMonitor:
         self._parts: Split | None = None
         self._waited: tuple[int, float] | None = None  # for whom this rank waited in the window, and how long a step
         self._judged_last: tuple[Window, Verdict] | None = None
-        self._told: Verdict | None = None
-        self._told_at = 0.0
-        self._hear_again_at = 0.0
+        self._logged: Verdict | None = None
+        self._logged_at = 0.0
+        self._next_read_at = 0.0
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
@@ -108,11 +108,11 @@ class StepMonitor:
             self._reducer.set_facts(facts)
         if bits & _WINDOW_CAME:
             self.take()
-        if self._messages is not None and time.monotonic() >= self._hear_again_at:
+        if self._messages is not None and time.monotonic() >= self._next_read_at:
             began = time.monotonic()
-            self._hear()
+            self._read()
             ended = time.monotonic()
-            self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
+            self._next_read_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
     def __del__(self) -> None:
         # A script whose model lives in a function lets go of it before the process ends.
@@ -129,7 +129,7 @@ class StepMonitor:
         """The reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
         self._place = group.rank(), group.size()
-        self._told = self._messages = self._waited = None
+        self._logged = self._messages = self._waited = None
         self._counters.forget_links()
 
     def _step_ended(self) -> None:
@@ -148,7 +148,7 @@ class StepMonitor:
 
     def report(self) -> Report:
         """Of what the ranks told last. Waits for nobody."""
-        self._hear()
+        self._read()
         window, parts = self._window, self._parts
         if window is None or parts is None or window.rows.shape[1] == 0:
             return NOTHING_YET
@@ -191,34 +191,34 @@ class StepMonitor:
         rank = self._group.rank()
         step = step_of(messages[rank])
         if self.attached is not None:
-            self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+            self.attached.receive(step, [one[-ATTACHED_BYTES:] for one in messages])
         if self.gradients is not None:
-            self.gradients.hear(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
+            self.gradients.receive(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         self.take()
         messages, self._messages = self._messages, None
         if messages is None:
             return
         self._window = Window.unpacked(messages, FACTS_BYTES)
-        self._clocks.hear(self._window.told, self._window.facts)
+        self._clocks.receive(self._window.told, self._window.facts)
         if self._window.rows.shape[1] == 0:
             return
         self._parts = split(self._window)
         rank = self._group.rank()
         self._waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
         if rank == 0:
-            self._tell(self._window, self._parts)
+            self._log_verdict(self._window, self._parts)
 
-    def _tell(self, window: Window, parts: Split) -> None:
+    def _log_verdict(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
         verdict = self._judged(window, parts)
         lost = verdict.cost if verdict.kind == "host" else parts.cost
         if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
-        if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
+        if verdict.kind == "none" or (verdict.same_as(self._logged) and time.monotonic() - self._logged_at < _REPEAT_S):
             return
-        self._told, self._told_at = verdict, time.monotonic()
+        self._logged, self._logged_at = verdict, time.monotonic()
         self._verdict = str(verdict)
         _log.warning(
             "step %d: %.0f %% of a step (%s of %s) is not computing. %s",

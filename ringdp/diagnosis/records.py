@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ringdp import config
-from ringdp.diagnosis.facts import memory_bytes
+from ringdp.diagnosis.rank_facts import memory_bytes
 from ringdp.diagnosis.window import FIELDS
 
 _log = logging.getLogger("ringdp.metrics")

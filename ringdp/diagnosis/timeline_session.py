@@ -43,7 +43,7 @@ class Timelines:
     def begin(self, rank: int) -> Timeline:
         from ringdp import _C
 
-        self._hear_sources()  # steps that have ended already
+        self._record_last_steps()  # steps that have ended already
         if not self.active:
             _, self._cursor, _ = _C.operations_since(0)
         timeline = Timeline(rank, {one["number"]: one["name"] for one in _C.algorithms()})
@@ -58,12 +58,12 @@ class Timelines:
 
     def end(self, timeline: Timeline) -> dict[str, Any]:
         """What this rank has to say."""
-        self._hear_sources()
+        self._record_last_steps()
         self._add_operations()
         self.active.remove(timeline)
         return timeline.as_dict(Clock.here(self._clock.seconds, self._clock.error_s), socket.gethostname())
 
-    def _hear_sources(self) -> None:
+    def _record_last_steps(self) -> None:
         for source in list(self._sources):
             source.record_last()
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, others_of, quota_in_words
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, describe_quota, others_of
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.remedies import Sent, remedy_for_communication
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import OWN, Window
@@ -195,8 +195,8 @@ def _kept_ranks(window: Window) -> Verdict | None:
     if throttled:
         most = max(throttled, key=lambda rank: throttled[rank])
         text = (
-            f"Ranks are throttled by the CPU quota of their cgroup: {_ranks_in_words(throttled)} of the time"
-            f" ({_name(window, most)}: {quota_in_words(window.facts[most])}). No rank is slower than the others."
+            f"Ranks are throttled by the CPU quota of their cgroup: {_describe_shares(throttled)} of the time"
+            f" ({_name(window, most)}: {describe_quota(window.facts[most])}). No rank is slower than the others."
         )
         remedy = "raise the quota (cpu.max, or limits.cpu of the pods), or start fewer ranks in it"
         return Verdict("host", throttled[most], text, remedy, cause="quota")
@@ -205,7 +205,7 @@ def _kept_ranks(window: Window) -> Verdict | None:
         return None
     most = max(off_core, key=lambda rank: off_core[rank])
     text = (
-        f"Ranks wait for a core that other threads have: {_ranks_in_words(off_core)} of the time."
+        f"Ranks wait for a core that other threads have: {_describe_shares(off_core)} of the time."
         " No rank is slower than the others."
     )
     hosts = ", ".join(dict.fromkeys(window.facts[rank].host or "its host" for rank in off_core))
@@ -220,7 +220,7 @@ def _off_core(window: Window) -> dict[int, float]:
     return {rank: float(off_core[rank] / whole[rank]) for rank in range(window.ranks) if whole[rank] > 0}
 
 
-def _ranks_in_words(shares: dict[int, float]) -> str:
+def _describe_shares(shares: dict[int, float]) -> str:
     worst = sorted(shares, key=lambda rank: -shares[rank])
     told = ", ".join(f"rank {rank} for {shares[rank]:.0%}" for rank in worst[:_MOST_TOLD])
     return told + (f" and {len(worst) - _MOST_TOLD} more ranks" if len(worst) > _MOST_TOLD else "")

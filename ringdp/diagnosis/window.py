@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 
 FIELDS = (
     *("between", "forward", "backward", "after", "other_wait", "exposed"),

@@ -40,7 +40,7 @@ class HookRules:
             known = self.parameters.of_model
             use = RuleUse(rules, known, other_parameters(model, known))
             use.refuse_unmatched()
-            self._tell(use.warnings)
+            self._log_warnings(use.warnings)
             self._use = None
 
     def choose(self, name: str, parameter: Tensor) -> Compressor | None:
@@ -58,10 +58,10 @@ class HookRules:
             self._use.add(self.parameters.of(parameter))
         if bucket.is_last():
             unmatched = [f"of the parameters that have gradients, {sentence}" for sentence in self._use.unmatched]
-            self._tell([*unmatched, *self._use.without_effect])
+            self._log_warnings([*unmatched, *self._use.without_effect])
             self._use = None
 
-    def _tell(self, warnings: Iterable[str]) -> None:
+    def _log_warnings(self, warnings: Iterable[str]) -> None:
         if not dist.is_initialized() or dist.get_rank(self._group) == 0:
             for warning in warnings:
                 _log.warning("%s", warning)

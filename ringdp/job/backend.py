@@ -58,7 +58,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     from ringdp import _C
     from ringdp.job import elastic
 
-    hear_extension()
+    connect_log()
     pending = None if dist.is_initialized() else _pending  # the default group's alone
     _timeouts[options.group_id] = options.timeout
     if getattr(options, "enable_reconfigure", False):  # since torch 2.14
@@ -186,7 +186,7 @@ class Traffic:
     bytes_received: int
 
 
-def hear_extension() -> None:
+def connect_log() -> None:
     """Pass on what the extension logs, until the interpreter ends."""
     from ringdp import _C
     from ringdp.job import stacks

@@ -156,7 +156,7 @@ _ADVICE = (
 )
 
 
-def tell(choice: Choice, rank: int) -> None:
+def log_choice(choice: Choice, rank: int) -> None:
     """Once in the job; a warning where it is not what the user would expect."""
     if rank == 0 and choice.reason and not choice.measure:
         level = logging.INFO if choice.wanted else logging.WARNING

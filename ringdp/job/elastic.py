@@ -153,11 +153,11 @@ def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str,
     if group in torchs._world.pg_group_ranks:
         torchs._world.pg_group_ranks[group] = {rank: rank for rank in range(len(members))}
     if len(members) > 0 and group is not None and group.rank() == 0:
-        _tell_that_it_is_first()
+        _mark_first()
     _log.debug("view %d: places %s; lost %s (%s)", view, list(members), list(lost), cause)
 
 
-def _tell_that_it_is_first() -> None:
+def _mark_first() -> None:
     """This process is rank 0 now: the launcher shows what it writes from here on."""
     report = config.report_file()
     if report is None:

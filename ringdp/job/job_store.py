@@ -60,7 +60,7 @@ def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta
     url = urllib.parse.urlsplit(init_method)
     if url.scheme == "tcp" and url.hostname and url.port:
         # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not say who is missing.
-        where = contextlib.nullcontext() if keep else _telling_of_the_store(url.hostname, url.port, rank, world_size)
+        where = contextlib.nullcontext() if keep else _logging_the_wait(url.hostname, url.port, rank, world_size)
         with where:
             deadline = time.monotonic() + timeout.total_seconds()
             while True:
@@ -116,14 +116,14 @@ def _await_listener(host: str, port: int, deadline: float) -> timedelta:
 
 
 @contextlib.contextmanager
-def _telling_of_the_store(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
+def _logging_the_wait(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
     """Inside the block the log says that this rank waits for the store, and why it cannot be reached.
 
     After ten seconds, then at doubling intervals: torch tries again until the timeout, without a word.
     """
     reached = threading.Event()
 
-    def tell() -> None:
+    def log() -> None:
         wait_s = FIRST_NOTICE_S
         while not reached.wait(wait_s):
             wait_s *= 2
@@ -136,7 +136,7 @@ def _telling_of_the_store(host: str, port: int, rank: int, world_size: int) -> I
                 text = "rank %d of %d waits for the job's store at %s:%d: %s"
                 _log.warning(text, rank, world_size, host, port, why)
 
-    threading.Thread(target=tell, name="ringdp-store", daemon=True).start()
+    threading.Thread(target=log, name="ringdp-store", daemon=True).start()
     try:
         yield
     finally:

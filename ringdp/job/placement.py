@@ -77,7 +77,7 @@ class Placement:
             )
         return not without
 
-    def tell(self, rank: int) -> None:
+    def log_mixed(self, rank: int) -> None:
         """Once per wrapper, by rank 0: what is not as in every job."""
         if rank == 0 and self.mixed:
             by_kind = {

@@ -164,7 +164,7 @@ def init(
     weakref.finalize(dist.group.WORLD, _unmark, _generation).atexit = False
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-    devices.tell(choice, rank)
+    devices.log_choice(choice, rank)
     used = dist.get_backend_config()
     _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
 

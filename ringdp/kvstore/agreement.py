@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ringdp.errors import MismatchError
-from ringdp.job.alike import checked_alike, report_refusal
-from ringdp.job.backend import hear_extension, reaches_core
+from ringdp.job.agreement import checked_alike, report_refusal
+from ringdp.job.backend import connect_log, reaches_core
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
 from ringdp.kvstore.keys import Key
 
@@ -54,7 +54,7 @@ def compare_settings(
     return found
 
 
-def words_for(keys: Sequence[str]) -> str:
+def describe_names(keys: Sequence[str]) -> str:
     """Keys for the name of an operation, which tells all of them by a hash and some by their words."""
     named = ", ".join(keys[:_NAMED_KEYS])
     if len(keys) <= _NAMED_KEYS:
@@ -62,9 +62,9 @@ def words_for(keys: Sequence[str]) -> str:
     return f"{named} and {len(keys) - _NAMED_KEYS} more (#{zlib.crc32(repr(keys).encode()):08x})"
 
 
-def words_of_keys(keys: Sequence[Key]) -> str:
-    """As `words_for`, with the shapes and types of those that are named."""
-    return words_for([key.words() for key in keys[:_NAMED_KEYS]] + [key.name for key in keys[_NAMED_KEYS:]])
+def describe_keys(keys: Sequence[Key]) -> str:
+    """As `describe_names`, with the shapes and types of those that are named."""
+    return describe_names([key.describe() for key in keys[:_NAMED_KEYS]] + [key.name for key in keys[_NAMED_KEYS:]])
 
 
 class _Leaving:
@@ -94,7 +94,7 @@ class Operations:
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
-            hear_extension()
+            connect_log()
             from ringdp import _C
 
             self._scope = _C.NamedScope()

@@ -77,7 +77,7 @@ class CompressedPushes:
         self.memory = Memory()
         self._contents: dict[tuple[str, ...], _Content] = {}
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return describe(self.compressor)
 
     def serves(self, key: Key) -> bool:

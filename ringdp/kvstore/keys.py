@@ -78,9 +78,9 @@ class Key:
     def numel(self) -> int:
         return self.cut.part * self.cut.ranks + self.cut.rest
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What all ranks must have alike."""
-        return words_of(self.name, self.shape, self.dtype)
+        return describe(self.name, self.shape, self.dtype)
 
 
 class Owners:
@@ -101,11 +101,11 @@ class Owners:
         return Cut(part, rest, owner, ranks)
 
 
-def words_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{name!r} {type_words(shape, dtype)}"
+def describe(name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{name!r} {describe_type(shape, dtype)}"
 
 
-def type_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+def describe_type(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
@@ -160,7 +160,7 @@ def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.shape != key.shape or tensor.dtype != key.dtype:
             raise InvalidArgumentError(
-                f"{what}: key {key.words()} cannot take {words_of(key.name, tensor.shape, tensor.dtype)}"
+                f"{what}: key {key.describe()} cannot take {describe(key.name, tensor.shape, tensor.dtype)}"
             )
 
 

@@ -55,7 +55,7 @@ def create(name: str = "dist_sync", *, reduce: str = "sum", group: dist.ProcessG
     return KVStore(name, require_member(group, "ringdp.kvstore.create"), reduce)
 
 
-def _tells_others(method: Method) -> Method:
+def _report_refusals(method: Method) -> Method:
     """What this rank's arguments raise is told to the ranks that wait for it."""
 
     @functools.wraps(method)
@@ -106,7 +106,7 @@ class KVStore:
 
     # Keys and values.
 
-    @_tells_others
+    @_report_refusals
     def init(self, key: KeyName | Sequence[KeyName], value: Values) -> None:
         """Make a key, or several, with a value each: rank 0's counts. The ranks compare keys at the next operation.
 
@@ -116,7 +116,7 @@ class KVStore:
         for name, tensors in by_key("init", key, value).items():
             self._table.add(name, tensors[0])
 
-    @_tells_others
+    @_report_refusals
     def push(self, key: KeyName | Sequence[KeyName], value: Values, priority: int = 0) -> None:
         """Give this rank's gradients, which are copied. They are exchanged at the next pull, barrier or `flush`.
 
@@ -136,7 +136,7 @@ class KVStore:
                 self._pushed.append(free := {})
             free[name] = (priority, copied)
 
-    @_tells_others
+    @_report_refusals
     def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
         """Put the values into the tensors `out`, after all pushes so far.
 
@@ -178,7 +178,7 @@ class KVStore:
             return
         self._pushpull(key, value, out, scale)
 
-    @_tells_others
+    @_report_refusals
     def _pushpull(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, scale: float) -> None:
         scale = check_number("pushpull: scale", scale)
         inputs = by_key("pushpull", key, value)
@@ -199,7 +199,7 @@ class KVStore:
         self.init(key, value)
         self.pull(key, out, priority)
 
-    @_tells_others
+    @_report_refusals
     def row_sparse_pull(
         self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0, row_ids: Values = None
     ) -> None:
@@ -240,7 +240,7 @@ class KVStore:
 
     # What is done with pushes.
 
-    @_tells_others
+    @_report_refusals
     def set_optimizer(self, optimizer: str | Callable[..., torch.optim.Optimizer], **numbers: Any) -> None:
         """Let the owners update values by an optimizer: a class of torch.optim, or MXNet's name of one ("sgd").
 
@@ -255,7 +255,7 @@ class KVStore:
         self._flush_if_pushed()
         self._table.set_update(Optimizer(kind, given))
 
-    @_tells_others
+    @_report_refusals
     def set_updater(self, updater: Updater) -> None:
         """Let the owners call ``updater(key, sum, value)``, which changes `value` in place, for each push.
 
@@ -279,14 +279,14 @@ class KVStore:
         """Raises InvalidStateError where no optimizer was set."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @_tells_others
+    @_report_refusals
     def set_learning_rate(self, learning_rate: float) -> None:
         """For the updates that follow; the same on all ranks. Raises InvalidArgumentError for what cannot be one."""
         rate = check_number("set_learning_rate: a learning rate", learning_rate, at_least=0.0)
         self._flush_if_pushed()
         self.optimizer.param_groups[0]["lr"] = rate
 
-    @_tells_others
+    @_report_refusals
     def set_gradient_compression(self, compression: Compression | Mapping[str, Any], **options: Any) -> None:
         """Send pushes as codes: a name or an object of `ringdp.compression`, or MXNet's ``{"type": "2bit"}``.
 
@@ -302,7 +302,7 @@ class KVStore:
 
     # Overlap, and saved states.
 
-    @_tells_others
+    @_report_refusals
     def attach(self, model: nn.Module) -> Attached:
         """Push the model's gradients while backward runs; see `Attached`.
 
@@ -320,7 +320,7 @@ class KVStore:
         self._flush()
         return saved.state_dict(self._table)
 
-    @_tells_others
+    @_report_refusals
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, on all ranks. Keys that the store does not have are made.
 
@@ -332,7 +332,7 @@ class KVStore:
         self._values.clear()
         saved.load_state_dict(self._table, state)
 
-    @_tells_others
+    @_report_refusals
     def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
         """Write the optimizer's state to a file on rank 0's host, whole or not at all; on all ranks.
 
@@ -344,7 +344,7 @@ class KVStore:
         self._flush()
         saved.save_optimizer(self._table, path)
 
-    @_tells_others
+    @_report_refusals
     def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, at any number of ranks: rank 0 reads it and tells the others.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import refuse_where_elastic
-from ringdp.kvstore.agreement import Operations, compare_settings, words_for, words_of_keys
+from ringdp.kvstore.agreement import Operations, compare_settings, describe_keys, describe_names
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
-from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
+from ringdp.kvstore.keys import Key, Owners, check, describe, describe_type, flat, summed, unknown
 from ringdp.kvstore.small_sum import small_sum
 from ringdp.kvstore.transfer import Transfer
 from ringdp.kvstore.updates import Assign, Optimizer, Update
@@ -77,7 +77,7 @@ class Table:
             raise InvalidArgumentError(f"init: key {name!r} is in the store already")
         if self.average and not (value.is_floating_point() or value.is_complex()):
             raise InvalidArgumentError(
-                f"init: key {words_of(name, value.shape, value.dtype)} cannot be averaged: create the store with"
+                f"init: key {describe(name, value.shape, value.dtype)} cannot be averaged: create the store with"
                 ' reduce="sum"'
             )
         self._new[name] = value.clone(memory_format=torch.contiguous_format)
@@ -107,7 +107,7 @@ class Table:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
 
-    def tell(self, name: str, words: str) -> None:
+    def compare(self, name: str, words: str) -> None:
         """The ranks compare these words before the table is used next."""
         self._extra[name] = words
         self._stale = True
@@ -128,8 +128,8 @@ class Table:
             new = self._new[name]
             if any(it.shape != new.shape or it.dtype != new.dtype for it in tensors):
                 raise InvalidArgumentError(
-                    f"{what}: key {words_of(name, new.shape, new.dtype)} cannot take "
-                    f"{words_of(name, tensors[0].shape, tensors[0].dtype)}"
+                    f"{what}: key {describe(name, new.shape, new.dtype)} cannot take "
+                    f"{describe(name, tensors[0].shape, tensors[0].dtype)}"
                 )
             return
         check(what, self.key(what, name), tensors)
@@ -169,7 +169,7 @@ class Table:
         for (_, device), names in by_type.items():
             together = torch.cat([flat(new[name]).to(device) for name in names])
             if self.group is not None and together.numel():
-                with self.operations.named(f"values of new keys {words_for(names)}"):
+                with self.operations.named(f"values of new keys {describe_names(names)}"):
                     dist.broadcast(together, group=self.group, group_src=0)
             for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
                 self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
@@ -238,14 +238,14 @@ class Table:
         """Whole tensors of what each rank has of its slices, of one dtype: for saved states. On all ranks."""
         keys = [dataclasses.replace(self.keys[name], dtype=piece.dtype) for name, piece in pieces.items()]
         outputs = {key.name: torch.empty(key.numel, dtype=key.dtype, device=key.device) for key in keys}
-        with self.operations.named(f"{what} {words_for(list(pieces))}"):
+        with self.operations.named(f"{what} {describe_names(list(pieces))}"):
             Transfer(keys, self.group).all_gather(list(pieces.values()), list(outputs.values()))
         return {name: it.view(self.keys[name].shape) for name, it in outputs.items()}
 
     def purpose(self, scale: float) -> str:
         """What the owners do with a push, for its name."""
         times = f", times {scale}" if scale != 1.0 else ""
-        return f"{times}, by {self.update.words()}"
+        return f"{times}, by {self.update.describe()}"
 
     def lots(self, names: tuple[str, ...]) -> list[Lot]:
         """How these keys move; of the sets that were used last it is kept."""
@@ -261,7 +261,7 @@ class Table:
     def lot(self, names: Sequence[str]) -> Lot:
         """Keys of one dtype and device."""
         keys = [self.keys[name] for name in names]
-        return Lot(tuple(names), Transfer(keys, self.group), words_of_keys(keys))
+        return Lot(tuple(names), Transfer(keys, self.group), describe_keys(keys))
 
     # Inside.
 
@@ -286,18 +286,18 @@ class Table:
             return {}
         keys = [self.keys[name] for name in names]
         flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
-        with self.operations.named(f"push of codes {words_of_keys(keys)}{self.purpose(scale)}"):
+        with self.operations.named(f"push of codes {describe_keys(keys)}{self.purpose(scale)}"):
             means = self.compression.average(keys, flats)
         return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
 
     def _lines(self) -> list[str]:
-        lines = [f"the store: {self._words}", f"the update: {self.update.words()}"]
-        lines.append(f"compression: {'none' if self.compression is None else self.compression.words()}")
+        lines = [f"the store: {self._words}", f"the update: {self.update.describe()}"]
+        lines.append(f"compression: {'none' if self.compression is None else self.compression.describe()}")
         lines += [f"{name}: {words}" for name, words in sorted(self._extra.items())]
         for key in sorted(self.keys.values(), key=lambda it: it.name):
-            lines.append(f"key {key.name!r}: {type_words(key.shape, key.dtype)}")
+            lines.append(f"key {key.name!r}: {describe_type(key.shape, key.dtype)}")
         for name, value in sorted(self._new.items()):
-            lines.append(f"key {name!r}: {type_words(value.shape, value.dtype)}, new")
+            lines.append(f"key {name!r}: {describe_type(value.shape, value.dtype)}, new")
         return lines
 
     def _target(self, name: str, tensors: Sequence[Tensor]) -> Tensor:

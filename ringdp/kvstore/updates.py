@@ -23,7 +23,7 @@ class Update(Protocol):
     def assigns(self) -> bool:
         """Whether the sum becomes the value: it may be written there at once."""
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What all ranks must have alike; it may change between pushes."""
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -35,7 +35,7 @@ class Assign:
 
     assigns = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return "no optimizer"
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -54,7 +54,7 @@ class Callback:
             raise InvalidArgumentError(f"an updater is a function (key, sum, value), not {type(updater).__name__}")
         self._updater = updater
 
-    def words(self) -> str:
+    def describe(self) -> str:
         name = getattr(self._updater, "__qualname__", type(self._updater).__qualname__)
         return f"the updater {name}"
 
@@ -84,7 +84,7 @@ class Optimizer:
         self._kind, self._numbers = kind, dict(numbers)
         self._made: torch.optim.Optimizer | None = None
         self._known: dict[str, Tensor] = {}
-        self._told: tuple[dict[str, Any], str] = {}, ""
+        self._described: tuple[dict[str, Any], str] = {}, ""
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -95,12 +95,12 @@ class Optimizer:
             self._made.param_groups[0]["params"].clear()
         return self._made
 
-    def words(self) -> str:
+    def describe(self) -> str:
         numbers = self.numbers()
-        if numbers != self._told[0]:
+        if numbers != self._described[0]:
             said = ", ".join(f"{name}={_number(it)}" for name, it in numbers.items())
-            self._told = numbers, f"{self.name}({said})"
-        return self._told[1]
+            self._described = numbers, f"{self.name}({said})"
+        return self._described[1]
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         optimizer = self.torch_optimizer

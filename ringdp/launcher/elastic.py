@@ -38,7 +38,7 @@ class Elsewhere:
     launcher_failed: Callable[[BaseException], str]
 
 
-def tell(
+def report_to(
     *,
     meeting: Callable[[RendezvousHandler], None],
     restarting: Callable[[Mapping[int, ProcessFailure]], None],
@@ -60,9 +60,9 @@ def tell(
     Returns:
         What to call when this process is about to end before the agent has: tells the other nodes why.
     """
-    agents: list[TellingAgent] = []
+    agents: list[ReportingAgent] = []
 
-    class TellingAgent(LocalElasticAgent):
+    class ReportingAgent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **named: Any) -> None:
             meeting(spec.rdzv_handler)
             super().__init__(spec, *args, **named)
@@ -89,7 +89,7 @@ def tell(
                 raise
             except BaseException as error:
                 if self._others is not None:
-                    self._others.tell(End(other_nodes.FAILED, elsewhere.launcher_failed(error)))
+                    self._others.publish(End(other_nodes.FAILED, elsewhere.launcher_failed(error)))
                 raise
             return result
 
@@ -104,7 +104,7 @@ def tell(
         def gone(self, words: str) -> None:
             """Tell the other nodes that this one ends before its ranks have."""
             if self._others is not None:
-                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.publish(End(other_nodes.FAILED, words))
                 self._others.flush()
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -128,7 +128,7 @@ def tell(
                 return going_on
             result: RunResult = self._well or super()._monitor_workers(worker_group)
             if result.state is WorkerState.FAILED:
-                self._tell_failure(result)
+                self._publish_failure(result)
             if result.state is WorkerState.FAILED and self._remaining_restarts > 0:
                 restarting(result.failures)
             if result.state is WorkerState.SUCCEEDED and self._others is not None and lost is None:
@@ -136,15 +136,15 @@ def tell(
                 return self._as_on_the_other_nodes(self._others, result)
             return result
 
-        def _tell_failure(self, result: RunResult) -> None:
+        def _publish_failure(self, result: RunResult) -> None:
             if self._others is None:
                 return
             words = elsewhere.rank_failed(result.failures)
             if self._remaining_restarts > 0:
-                self._others.tell(End(other_nodes.AGAIN, words))
+                self._others.publish(End(other_nodes.AGAIN, words))
                 self._others.flush()
             else:
-                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.publish(End(other_nodes.FAILED, words))
                 self._others.leave(other_nodes.FAREWELL_S)
 
         def _as_on_the_other_nodes(self, others: other_nodes.OtherNodes, result: RunResult) -> RunResult:
@@ -153,7 +153,7 @@ def tell(
 
             torch waits in its exit barrier for 300 s instead, silently, and then calls the job a good one.
             """
-            others.tell(End(other_nodes.WELL))
+            others.publish(End(other_nodes.WELL))
             outcome = others.outcome
             if outcome is None:
                 return RunResult(state=WorkerState.HEALTHY)
@@ -195,7 +195,7 @@ def tell(
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
             return None
 
-    api.LocalElasticAgent = TellingAgent  # type: ignore[attr-defined]
+    api.LocalElasticAgent = ReportingAgent  # type: ignore[attr-defined]
 
     def gone(words: str) -> None:
         for agent in agents:

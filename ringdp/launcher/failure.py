@@ -69,7 +69,7 @@ class FailureReport:
         tail_log: the file that has those lines.
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
-        signal_words: what is known about the signal; empty for what is said of this signal in general.
+        signal_text: what is known about the signal; empty for what is said of this signal in general.
         disk: why its logs could not be written, which may be why it ended; or empty.
     """
 
@@ -80,7 +80,7 @@ class FailureReport:
     tail_log: str
     blame: Blame
     when_s: float
-    signal_words: str = ""
+    signal_text: str = ""
     disk: str = ""
 
     @property
@@ -101,7 +101,7 @@ class FailureReport:
                 number = signal.Signals(-code)
             except ValueError:
                 return f"was killed by signal {-code}"
-            words = self.signal_words or SIGNAL_WORDS.get(number)
+            words = self.signal_text or SIGNAL_WORDS.get(number)
             said = f": {self.exception}" if self.exception else ""
             return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
         return f"ended with exit code {code}{disk}"
@@ -141,7 +141,7 @@ def examine(
         words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_FROM_OUTSIDE
         killed = [report.failure.exit_code == -signal.SIGKILL and not report.failure.cause for report in reports]
         reports = [
-            dataclasses.replace(report, signal_words=words) if by_kill else report
+            dataclasses.replace(report, signal_text=words) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
     reports = _blame_who_was_lost_first(reports)
@@ -167,7 +167,7 @@ def _blame_who_was_lost_first(reports: list[FailureReport]) -> list[FailureRepor
     left = [_LEFT.search(report.exception or "") for report in reports]
     why = next((f": {found[1]}" for found in left if found), "")
     return [
-        dataclasses.replace(report, blame=Blame.CAUSE, signal_words=_LEFT_FIRST + why)
+        dataclasses.replace(report, blame=Blame.CAUSE, signal_text=_LEFT_FIRST + why)
         if report.failure.rank in named and report.blame is Blame.STOPPED_BY_US
         else report
         for report in reports
@@ -215,7 +215,7 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
         tail_log=tail_log,
         blame=blame,
         when_s=when_s,
-        signal_words=failure.cause,
+        signal_text=failure.cause,
     )
 
 

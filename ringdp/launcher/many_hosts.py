@@ -39,7 +39,7 @@ SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o 
 ANSWER_S = 60.0
 """Seconds a host has to answer; importing torch from a slow disk takes most of them."""
 
-TELL_S, TELL_AGAIN_S = 8.0, 10.0
+NOTICE_S, NOTICE_AGAIN_S = 8.0, 10.0
 """After which the user is told which hosts have not answered, and how often."""
 
 AFTER_FAILURE_S = 5.0
@@ -64,7 +64,7 @@ class _Node:
         self.host, self.number = host, number
         self.hello: Hello | None = None
         self.end: End | None = None
-        self.heard_s = time.monotonic()
+        self.last_beat_s = time.monotonic()
         self.said: deque[str] = deque(maxlen=_ANSWERS)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -163,13 +163,13 @@ class ManyHosts:
         for node in self._nodes:
             node.write(Ask(folder=str(Path.cwd()), script=self._placement.script))
         begin = time.monotonic()
-        tell_s = TELL_S
+        notice_s = NOTICE_S
         while (waited_s := time.monotonic() - begin) < ANSWER_S and self._stop_signal is None:
             missing = [node.host.name for node in self._nodes if node.hello is None and not node.ended]
             if not missing:
                 break
-            if waited_s > tell_s:
-                tell_s = waited_s + TELL_AGAIN_S
+            if waited_s > notice_s:
+                notice_s = waited_s + NOTICE_AGAIN_S
                 names = ", ".join([*missing[:_NAMES], *["…"] * (len(missing) > _NAMES)])
                 self._say([f"waiting for an answer of {names}, since {waited_s:.0f} s of at most {ANSWER_S:.0f} s"])
             self._pump(0.2)
@@ -206,7 +206,7 @@ class ManyHosts:
                 own += ["--nnodes", str(len(self._nodes)), "--node-rank", str(node.number)]
                 own += ["--master-addr", address, "--master-port", str(port)]
             arguments = [*placement.flags, *own, *placement.program]
-            node.heard_s = time.monotonic()
+            node.last_beat_s = time.monotonic()
             node.write(Orders(arguments=arguments, environ=environ, secret=self._secret))
         if len(self._nodes) > 1:
             names = ", ".join(f"{it.name}:{it.slots}" if it.slots else it.name for it in placement.hosts)
@@ -230,7 +230,7 @@ class ManyHosts:
                 for node in alive:
                     node.write({"pass_on": number})
             for node in alive:
-                if now - node.heard_s > tether.SILENCE_S:
+                if now - node.last_beat_s > tether.SILENCE_S:
                     node.kill()
             failed = [node for node in self._nodes if node.ended and node.process.returncode != 0]
             failed_s = now if failed and failed_s is None else failed_s
@@ -268,7 +268,7 @@ class ManyHosts:
             node = owners[descriptor]
             stream, splitter = node.streams[descriptor]
             data = os.read(descriptor, 65536)
-            node.heard_s = time.monotonic()
+            node.last_beat_s = time.monotonic()
             lines = splitter.feed(data) if data else splitter.finish()
             if not data:
                 del node.streams[descriptor]

@@ -27,7 +27,7 @@ SOON_S = 0.1
 SILENCE_S = 10.0
 """Seconds without a word of another node's launcher, or of the store, after which it is gone."""
 
-TELL_S, TELL_AGAIN_S = 3.0, 10.0
+NOTICE_S, NOTICE_AGAIN_S = 3.0, 10.0
 """After which the user is told for whom this node waits, and how often."""
 
 FAREWELL_S = 3.0
@@ -103,7 +103,7 @@ class OtherNodes:
         self._thread = threading.Thread(target=self._run, name="other nodes", daemon=True)
         self._thread.start()
 
-    def tell(self, end: End) -> None:
+    def publish(self, end: End) -> None:
         """How the ranks of this node ended. What was told first stays."""
         if self._own is None:
             self._own_since = time.monotonic()
@@ -144,7 +144,7 @@ class OtherNodes:
         """
         if self._own is not None and self._leaving:
             return self._well
-        self.tell(End(how))
+        self.publish(End(how))
         while not self._store_is_gone() and not all(
             node in self._ends or node in self._silent() for node in range(self._nodes)
         ):
@@ -202,16 +202,16 @@ class OtherNodes:
         return [other for other, (_, heard) in self._beats.items() if now - heard > SILENCE_S]
 
     def _run(self) -> None:
-        tell_s = TELL_S
+        notice_s = NOTICE_S
         try:
             self._set("host", socket.gethostname())
             while not self._stop.is_set():
                 self._ask()
                 since_s = time.monotonic() - self._own_since
-                if self._own is not None and since_s > tell_s and not self._leaving and self.outcome is None:
-                    self._tell_waiting(since_s)
-                    tell_s += TELL_AGAIN_S if tell_s > TELL_S else TELL_AGAIN_S - TELL_S
-                self._wake.wait(SOON_S if self._own is not None and since_s < TELL_S else BEAT_S)
+                if self._own is not None and since_s > notice_s and not self._leaving and self.outcome is None:
+                    self._log_waiting(since_s)
+                    notice_s += NOTICE_AGAIN_S if notice_s > NOTICE_S else NOTICE_AGAIN_S - NOTICE_S
+                self._wake.wait(SOON_S if self._own is not None and since_s < NOTICE_S else BEAT_S)
                 self._wake.clear()
         except Exception as error:  # the store, and with it the node that keeps it
             self._broken = str(error)
@@ -253,14 +253,14 @@ class OtherNodes:
             if now_at != count:
                 self._beats[other] = (now_at, time.monotonic())
 
-    def _tell_waiting(self, since_s: float) -> None:
+    def _log_waiting(self, since_s: float) -> None:
         missing = self._missing()
         for node in missing:
             if node not in self._hosts and (host := self._get("host", node)) is not None:
                 self._hosts[node] = host
         line = f"node {self._node} of {self._nodes} waits for {self._names(missing)}, whose ranks have not ended"
-        heard_s = time.monotonic() - max(self._beats[node][1] for node in missing)
-        silence = f"; nothing is heard of its launcher since {duration(heard_s)}" if heard_s > TELL_S else ""
+        last_beat_s = time.monotonic() - max(self._beats[node][1] for node in missing)
+        silence = f"; nothing is heard of its launcher since {duration(last_beat_s)}" if last_beat_s > NOTICE_S else ""
         self._say([f"{line}, since {duration(since_s)}{silence}"], any(node < self._node for node in self._ends))
 
     def _set(self, what: str, value: str) -> None:

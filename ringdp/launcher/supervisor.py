@@ -352,7 +352,7 @@ class Supervisor:
             name = signal.Signals(self._stop_signal).name
             logs = f"; logs in {folder}" if folder else ""
             after = summary.duration(seconds)
-            self._last_words([f"ringrun: stopped by {name} after {after}{logs}"])
+            self._log_end([f"ringrun: stopped by {name} after {after}{logs}"])
             if self._connection is not None and self._connection.lost and self._folder.kept:
                 self._leave_word(f"ringrun: the ssh connection was lost after {after}, so everything was ended\n")
             if self._stop_signal == signal.SIGINT:
@@ -363,8 +363,8 @@ class Supervisor:
             told = self._steps_by_rank()
             steps = self._steps(told)
             self._lost |= self._left_early(told, steps)
-            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost_words())
-            self._last_words([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
+            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._describe_lost())
+            self._log_end([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
             return 0
         first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
@@ -390,7 +390,7 @@ class Supervisor:
                 log=str(log) if folder and log.exists() and log.stat().st_size else None,
             )
             lines += [f"  {sentence}" for sentence in self._full_disks()]
-        self._last_words(lines, first)
+        self._log_end(lines, first)
         return 1
 
     def _full_disks(self) -> list[str]:
@@ -417,10 +417,10 @@ class Supervisor:
             if rank not in self._lost and (its is None or its < steps)
         }
 
-    def _lost_words(self) -> tuple[str, ...]:
+    def _describe_lost(self) -> tuple[str, ...]:
         return tuple(f"rank {rank} ({how})" for rank, how in self._lost.items())
 
-    def _last_words(
+    def _log_end(
         self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None
     ) -> None:
         """For the user, or for the launcher that the user started, which hears from all hosts."""
@@ -433,7 +433,7 @@ class Supervisor:
             blame=None if first is None else int(first.blame),
             when_s=0.0 if first is None else first.when_s,
             steps=steps,
-            lost=self._lost_words(),
+            lost=self._describe_lost(),
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
 

@@ -30,14 +30,14 @@ class Waiting:
     Owned by the agent. `begin` and `end` are for the agent's threads; the rest runs on the thread.
     """
 
-    def __init__(self, meeting: Meeting, tell: Callable[[list[str]], None]) -> None:
+    def __init__(self, meeting: Meeting, show: Callable[[list[str]], None]) -> None:
         """
         Args:
             meeting: where and how many.
-            tell: is given lines for the user, by the thread.
+            show: is given lines for the user, by the thread.
         """
         self._meeting = meeting
-        self._tell = tell
+        self._show = show
         self._store: Any = None  # a connection of our own to the store through which they meet
         self._handler: Any = None  # torch's rendezvous handler, once there is one
         self._changed = threading.Condition()
@@ -120,9 +120,9 @@ class Waiting:
                 while self._since is None:
                     self._changed.wait()
                 since: float = self._since
-            self._tell_until_met(since)
+            self._log_until_met(since)
 
-    def _tell_until_met(self, since: float) -> None:
+    def _log_until_met(self, since: float) -> None:
         next_s, said = FIRST_S, False
         unreachable_s: float | None = None
         while True:
@@ -144,7 +144,7 @@ class Waiting:
                     lines += unreachable_lines(self._meeting, problems)
             if self.seconds is None:  # they met meanwhile
                 return
-            self._tell(lines)
+            self._show(lines)
             next_s += EVERY_S
 
     def _here(self) -> dict[int, str] | None:

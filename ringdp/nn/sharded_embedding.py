@@ -122,7 +122,7 @@ class ShardedEmbedding(nn.Module):
 
         self._update = compare_settings(
             check,
-            lambda update: [f"the embedding: {given}", f"its optimizer: {update.words()}"],
+            lambda update: [f"the embedding: {given}", f"its optimizer: {update.describe()}"],
             self._group,
             doing="make the sharded embedding",
             advice="Give all ranks the same arguments",
@@ -149,7 +149,7 @@ class ShardedEmbedding(nn.Module):
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
-        self._told = False  # that rows are not in state_dict()
+        self._warned = False  # that rows are not in state_dict()
 
     @property
     def local_rows(self) -> int:
@@ -253,14 +253,14 @@ class ShardedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         size = "growing" if self.num_embeddings is None else self.num_embeddings
-        return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.words()}"
+        return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.describe()}"
 
     # Inside.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             name = prefix.rstrip(".") or "a ShardedEmbedding"
             _log.warning("the rows of %s are not in state_dict(): save(folder) writes them, on all ranks", name)
 

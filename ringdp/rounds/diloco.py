@@ -28,7 +28,7 @@ from ringdp.rounds import outer as outer_steps
 from ringdp.rounds import start, state
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, dealt, local_part
-from ringdp.rounds.not_finite import start_over, tell
+from ringdp.rounds.not_finite import log_not_finite, start_over
 from ringdp.rounds.pace import Pace
 from ringdp.rounds.schedule import Turn
 from ringdp.rounds.settings import Settings
@@ -314,7 +314,7 @@ class DiLoCo:
         digest = state.digest(fragment.total)
         record = Record(weight, step_s, -1 if wrong is None else wrong, digest, self._counts_samples)
         unit = 1.0 if exact else self._units[number]
-        flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
+        flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, of_parameters=averages)
         self._flights[number] = flight
         self._pace.leaves(flight)
         self._since[0][number], self._since[1][number] = 0, 0.0
@@ -324,7 +324,7 @@ class DiLoCo:
         fragment, flight = self._fragments[number], self._flights[number]
         arrival = self._wait(number, flight)
         del self._flights[number]
-        tell(flight, fragment, arrival, self._members.rank())
+        log_not_finite(flight, fragment, arrival, self._members.rank())
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)

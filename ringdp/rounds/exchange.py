@@ -94,22 +94,22 @@ class Flight:
 
     def __init__(self, name: str, unit: float, *, exact: bool, of_parameters: bool) -> None:
         self.name, self.unit, self.exact, self.of_parameters = name, unit, exact, of_parameters
-        self.told: Tensor | None = None  # uint8 [ranks * record]
-        self.told_s: float | None = None  # when all ranks' records had come
+        self.gathered: Tensor | None = None  # uint8 [ranks * record]
+        self.records_came_s: float | None = None  # when all ranks' records had come
         self.works: list[dist.Work] = []
         self.report: _C.FiniteReport | None = None
         self.sent: Tensor | None = None  # where it is not the buffer itself
         self.arrival: Arrival | None = None
 
     def stamp(self, _: Any = None) -> None:
-        self.told_s = time.monotonic()
+        self.records_came_s = time.monotonic()
 
     def records(self) -> tuple[Record, ...]:
         """All ranks', once they have come, which the stamp says."""
         if self.arrival is not None:
             return self.arrival.records
-        assert self.told is not None
-        data = as_bytes(self.told)
+        assert self.gathered is not None
+        data = as_bytes(self.gathered)
         return tuple(Record.decode(data[at : at + _RECORD_BYTES]) for at in range(0, len(data), _RECORD_BYTES))
 
 
@@ -163,9 +163,9 @@ class FragmentExchange:
         if mine.weight != unit:
             buffer.mul_(mine.weight / unit)
         record = as_tensor(mine.encode()).to(buffer.device)
-        flight.told = record.new_empty(self.ranks * _RECORD_BYTES)
+        flight.gathered = record.new_empty(self.ranks * _RECORD_BYTES)
         with named(name):
-            told = all_gather_single(flight.told, record, group=self.group, async_op=True)
+            told = all_gather_single(flight.gathered, record, group=self.group, async_op=True)
             told.get_future().add_done_callback(flight.stamp)
             flight.works.append(told)
         with named(name, bulk=True):

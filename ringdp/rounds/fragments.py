@@ -77,7 +77,7 @@ class Fragment:
         self.read(self.total)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         first, last = self.pieces[0].name, self.pieces[-1].name
         return first if first == last else f"{first} … {last}"
 

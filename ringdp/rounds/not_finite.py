@@ -27,7 +27,7 @@ def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence
                 del optimizer.state[parameter]
 
 
-def tell(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
+def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
     """Warn of ranks that were left out; `rank` is this one."""
     for other, piece in arrival.left_out.items():
         whose = "this rank, which goes on from the global parameters," if other == rank else f"rank {other}"

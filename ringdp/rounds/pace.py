@@ -44,8 +44,8 @@ class Pace:
             self._timed_steps += 1
         if isinstance(self.schedule, Schedule):
             return self.schedule.advance()
-        if (flight := self._opening) is not None and flight.told_s is not None:
-            self.schedule.begin_turn(flight.told_s, [one.step_s for one in flight.records()])
+        if (flight := self._opening) is not None and flight.records_came_s is not None:
+            self.schedule.begin_turn(flight.records_came_s, [one.step_s for one in flight.records()])
             self._opening = None
         turn = self.schedule.advance(self._agreed(self.schedule.due(began_s)))
         if turn.meets:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ringdp.compression.parameters import ModelParameter, model_parameters
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, is_dtensor
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import refuse_where_elastic

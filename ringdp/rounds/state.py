@@ -20,7 +20,7 @@ from torch import Tensor
 from ringdp.compression import saved
 from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named
 from ringdp.rounds import start
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record

@@ -13,7 +13,7 @@ import torch
 
 from ringdp.__main__ import main
 from ringdp.diagnosis.clocks import Clocks
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.remedies import Sent, predicted_s, remedy_for_communication
 from ringdp.diagnosis.split import split
 from ringdp.diagnosis.verdict import Verdict, judge
@@ -272,7 +272,7 @@ def test_clocks_are_found_within_the_error_that_is_told(apart_s: float) -> None:
             Told(*(int(1e9 * (time + apart)) for time in (start, end, end)))
             for start, end, apart in zip(issued, ended, clock, strict=True)
         ]
-        clocks.hear(told, facts)
+        clocks.receive(told, facts)
     offset = clocks.offsets()[1]
     assert offset.seconds is not None
     assert abs(offset.seconds - apart_s) <= offset.error_s
@@ -282,7 +282,7 @@ def test_clocks_are_found_within_the_error_that_is_told(apart_s: float) -> None:
 def test_ranks_of_one_kernel_share_a_clock_and_before_an_exchange_nothing_is_known() -> None:
     clocks = Clocks()
     assert clocks.offsets() == []
-    clocks.hear([Told(0, 0, 5), Told(0, 0, 6), Told(0, 0, 7)], [Facts(kernel=3), Facts(kernel=3), Facts(kernel=4)])
+    clocks.receive([Told(0, 0, 5), Told(0, 0, 6), Told(0, 0, 7)], [Facts(kernel=3), Facts(kernel=3), Facts(kernel=4)])
     assert [one.error_s for one in clocks.offsets()] == [0.0, 0.0, float("inf")]
     assert clocks.offsets()[2].seconds is None
 
@@ -297,7 +297,7 @@ def test_facts_come_back_as_they_were_sent() -> None:
 def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ringdp.diagnosis import facts
+    from ringdp.diagnosis import rank_facts
 
     process, groups = tmp_path / "proc", tmp_path / "cgroup"
     own = groups / ("cpu" if version == 1 else "") / "kubepods/pod7"
@@ -319,9 +319,9 @@ def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions
 
     throttle(own, 1.0, -1e-5)
     throttle(own.parent, 2.0, 0.5)
-    monkeypatch.setattr(facts, "_PROC", process)
-    monkeypatch.setattr(facts, "_CGROUPS", groups)
-    counters = facts.FactCounters()
+    monkeypatch.setattr(rank_facts, "_PROC", process)
+    monkeypatch.setattr(rank_facts, "_CGROUPS", groups)
+    counters = rank_facts.FactCounters()
     time.sleep(0.01)
     throttle(own, 1.5, -1e-5)
     throttle(own.parent, 2.5, 0.5)

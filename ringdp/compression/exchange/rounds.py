@@ -152,12 +152,12 @@ def _form(tensors: list[Tensor] | Tensor) -> Round:
 def _differs(section: Section, number: int, given: Round | None, promised: list[Round]) -> str:
     wanted = promised[number] if number < len(promised) else None
     return (
-        f"{describe(section.compressor)}.average: round {number} of {section.name} exchanges {_words(given)} where"
-        f" zeros gave {_words(wanted)}: rounds must not depend on the elements"
+        f"{describe(section.compressor)}.average: round {number} of {section.name} exchanges"
+        f" {_describe_round(given)} where zeros gave {_describe_round(wanted)}: rounds must not depend on the elements"
     )
 
 
-def _words(one: Round | None) -> str:
+def _describe_round(one: Round | None) -> str:
     if one is None:
         return "nothing"
     gathers, forms = one

@@ -155,7 +155,7 @@ class AutoCompression:
                 self._probe = LinkProbe(self._owner.group, self._levels, crowded=self._crowded())
             tuner.measured(*self._probe.measure())
         if tuner.reason:
-            self._tell(tuner.reason)
+            self._log_choice(tuner.reason)
         if tuner.choice != self._applied:
             self._apply(tuner.choice)
             self._skip_steps(_STEPS_TO_SKIP)
@@ -181,7 +181,7 @@ class AutoCompression:
         told = gather_numbers([cores / (here * max(torch.get_num_threads(), 1))], self._owner.group)
         return float(told.min()) < 2.0
 
-    def _tell(self, reason: str) -> None:
+    def _log_choice(self, reason: str) -> None:
         self.decisions.append(Decision(self._owner.steps, reason))
         if self._owner.group.rank() == 0:
             _log.info("compression auto, step %d: %s", self._owner.steps, reason)

@@ -24,7 +24,7 @@ from ringdp.ddp.compression.tuner import EXACT
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.hooks.parameters import Parameters
-from ringdp.job.alike import raise_refusal, report_refusal
+from ringdp.job.agreement import raise_refusal, report_refusal
 from ringdp.job.backend import named, traffic
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.elastic import is_elastic

@@ -19,7 +19,7 @@ from ringdp.job.backend import named
 
 _log = logging.getLogger("ringdp.compression")
 _GROWTH = 2.0  # of the residual between two warnings about a parameter
-_WORTH_TELLING = 1.0  # residuals shorter than this many gradients are what error feedback lives with
+_WORTH_LOGGING = 1.0  # residuals shorter than this many gradients are what error feedback lives with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class QualityProbe:
         self._own: dict[int, Tensor] = {}
         self._step = 0
         self._queued = False
-        self._told: dict[str, float] = {}
+        self._last_ratio: dict[str, float] = {}
 
     def before_forward(self, sync: bool) -> None:
         """Watch the backward that follows, if it is its turn and it synchronises."""
@@ -159,10 +159,10 @@ class QualityProbe:
         )
 
     def _warn_growth(self, name: str, ratio: float, expected: float) -> None:
-        before = max(self._told.setdefault(name, ratio), expected, _WORTH_TELLING)
+        before = max(self._last_ratio.setdefault(name, ratio), expected, _WORTH_LOGGING)
         if not math.isfinite(ratio) or ratio < _GROWTH * before:
             return
-        self._told[name] = ratio
+        self._last_ratio[name] = ratio
         _log.warning(
             "step %d: the residual of %r (which compression has not sent yet) is %.1f times its gradient, it was %.1f:"
             " the gradient that arrives is late. Give this parameter more bits by a rule, or lower the learning rate.",

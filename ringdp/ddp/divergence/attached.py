@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from ringdp.ddp.divergence.comparison import Comparison
-from ringdp.diagnosis.facts import ATTACHED_BYTES
+from ringdp.diagnosis.rank_facts import ATTACHED_BYTES
 
 EVERY = 500  # steps within which a difference is found
 _PACKED = struct.Struct("<qQ")  # the window's number from 1 on, and the part's hash
@@ -35,7 +35,7 @@ class AttachedGuard:
         self._number = 0  # of the window whose message is sent
         self._steps = -1  # the reducer's, when it was made
         self._message = NOTHING
-        self._told: tuple[int, list[bytes]] | None = None
+        self._received: tuple[int, list[bytes]] | None = None
 
     def message(self) -> bytes:
         """This rank's, in a forward before the backward that carries it. Micro-batches of one step have one."""
@@ -50,15 +50,15 @@ class AttachedGuard:
             )
         return self._message
 
-    def hear(self, step: int, told: list[bytes]) -> None:
+    def receive(self, step: int, told: list[bytes]) -> None:
         """What all ranks gave, by rank, in the backward after step `step`. Judged in the next forward."""
-        self._told = step, told
+        self._received = step, told
 
     def look(self) -> None:
         """In a forward. Raises MismatchError where replicas differ and that is to raise."""
-        if self._told is None:
+        if self._received is None:
             return
-        (step, messages), self._told = self._told, None
+        (step, messages), self._received = self._received, None
         told = [_PACKED.unpack(one) for one in messages]
         numbers = [number for number, _ in told]
         if len(set(numbers)) > 1:  # a rank is new, or had no forward in time: they hashed different parts
@@ -72,7 +72,7 @@ class AttachedGuard:
 
     def start_again(self) -> None:
         """The wrapper has another group, or a join is over."""
-        self._told = None
+        self._received = None
         self.comparison.forget_differences()
 
 

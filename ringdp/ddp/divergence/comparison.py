@@ -35,7 +35,7 @@ class Comparison:
         self._action, self._ignore, self._with_buffers = action, ignore, with_buffers
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
-        self._told_left_out = False
+        self._logged_left_out = False
         self._snapshot: Any = None
         self._replica: Replica | None = None
         self._parameters_alone = False
@@ -67,8 +67,8 @@ class Comparison:
         self._replica = self.replica_of(wrapper, self._known_different)
         self._hash = _C.ReplicaHash(list(self._replica.tensors))
         self._parameters_alone = all(isinstance(one, torch.nn.Parameter) for one in self._replica.tensors)
-        if self._replica.left_out and not self._told_left_out:
-            self._told_left_out = True
+        if self._replica.left_out and not self._logged_left_out:
+            self._logged_left_out = True
             _log.info("replicas are compared without %s", ", ".join(self._replica.left_out))
 
     def replica_of(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringdp.compression.tensor_parts import held_by
 from ringdp.ddp.divergence.comparison import Comparison, difference_error
-from ringdp.ddp.divergence.report import compare, ranks_in_words, summary
+from ringdp.ddp.divergence.report import compare, describe_ranks, summary
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
@@ -133,7 +133,7 @@ def _uneven(told: Sequence[tuple[int, ...]]) -> str:
     most = [rank for rank, one in enumerate(told) if one == usual]
     return (
         f"rank {other} has run {told[other][0]} backwards in {told[other][1]} steps that began with a forward, and"
-        f" {ranks_in_words(most)} {usual[0]} in {usual[1]}"
+        f" {describe_ranks(most)} {usual[0]} in {usual[1]}"
     )
 
 

@@ -41,10 +41,10 @@ class Difference:
     def __str__(self) -> str:
         missing = [rank for rank, one in enumerate(self.hashes) if not one]
         if missing:
-            return f"{self.name} is missing on {ranks_in_words(missing)}"
+            return f"{self.name} is missing on {describe_ranks(missing)}"
         if 2 * len(self.majority) == len(self.hashes):
-            return f"{self.name} differs between {ranks_in_words(self.majority)} and {ranks_in_words(self.minority)}"
-        return f"{self.name} on {ranks_in_words(self.minority)} differs from that on {ranks_in_words(self.majority)}"
+            return f"{self.name} differs between {describe_ranks(self.majority)} and {describe_ranks(self.minority)}"
+        return f"{self.name} on {describe_ranks(self.minority)} differs from that on {describe_ranks(self.majority)}"
 
 
 def compare(replica: Replica, hashes: Sequence[int], group: dist.ProcessGroup) -> list[Difference]:
@@ -59,7 +59,7 @@ def compare(replica: Replica, hashes: Sequence[int], group: dist.ProcessGroup) -
     return [one for one in found if len(set(one.hashes)) > 1]
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0, 1, 3``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 

@@ -20,9 +20,9 @@ class SameData:
 
     def __init__(self) -> None:
         self._alike = 0
-        self._told = False
+        self._warned = False
 
-    def hear(self, rank: int, step: int, told: Sequence[bytes]) -> None:
+    def receive(self, rank: int, step: int, told: Sequence[bytes]) -> None:
         """What all ranks gave, by rank, in the backward after step `step`. Rank 0 says once that they are all alike.
 
         Args:
@@ -30,7 +30,7 @@ class SameData:
             step: the last one that is told.
             told: by rank.
         """
-        if self._told or len(told) < 2:
+        if self._warned or len(told) < 2:
             return
         _, steps = _PACKED.unpack(told[0])
         if steps == 0 or any(one != told[0] for one in told):
@@ -39,7 +39,7 @@ class SameData:
         self._alike += steps
         if self._alike < _LEAST_STEPS:
             return
-        self._told = True
+        self._warned = True
         if rank == 0:
             _log.warning(
                 "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"

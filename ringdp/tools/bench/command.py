@@ -65,7 +65,7 @@ def add_parsers(commands: Any) -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--collective", default="all_reduce", type=_collectives, help=f"all, or of {', '.join(NAMES)}")
     what.add_argument("--backend", default="ring", type=_backends, help="of ring, gloo, nccl; comma-separated (ring)")
-    what.add_argument("--codec", default=[], type=_words, help="also ring with these compressors: int8,topk,powersgd")
+    what.add_argument("--codec", default=[], type=_split, help="also ring with these compressors: int8,topk,powersgd")
     what.add_argument("--sizes", type=_sizes, help=f"bytes, comma-separated ({SIZES}), or:")
     what.add_argument("-b", "--begin", type=_size, metavar="SIZE", help="the first size")
     what.add_argument("-e", "--end", type=_size, metavar="SIZE", help="the last size")
@@ -366,19 +366,19 @@ def _layout(host_of_rank: Sequence[str]) -> HostLayout:
     return HostLayout(tuple(counts.values()), _cores())
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _collectives(text: str) -> list[str]:
-    names = list(NAMES) if text == "all" else [word.replace("-", "_") for word in _words(text)]
+    names = list(NAMES) if text == "all" else [word.replace("-", "_") for word in _split(text)]
     if not names or (unknown := [name for name in names if name not in NAMES]):
         raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of all, {', '.join(NAMES)}")
     return names
 
 
 def _backends(text: str) -> list[str]:
-    names = _words(text)
+    names = _split(text)
     if not names or (unknown := [name for name in names if name not in BACKENDS]):
         raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of {', '.join(BACKENDS)}")
     return list(dict.fromkeys(names))

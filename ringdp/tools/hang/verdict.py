@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from ringdp.tools.hang.dumps import Dump, Failure, Group, Job, Operation
+from ringdp.tools.hang.dump_files import Dump, Failure, Group, Job, Operation
 
 # Code that is not the user's, wherever it was installed.
 _FOREIGN = re.compile(

@@ -70,7 +70,7 @@ def described(rows: Sequence[Row], used: Sequence[tuple[str, str]], spec: str) -
     """A finding for each address."""
     for row in rows:
         place = used.index((row["name"], row["ip"])) + 1 if (row["name"], row["ip"]) in used else None
-        words = f"{row['name']} {row['ip']}/{row['prefix_bits']}, {speed_words(row)}, MTU {row['mtu'] or 'not said'}"
+        words = f"{row['name']} {row['ip']}/{row['prefix_bits']}, {format_speed(row)}, MTU {row['mtu'] or 'not said'}"
         facts = row | {"place": place}
         if place is None:
             why = "loopback serves this host only" if row["loopback"] else f"left out by RINGDP_IFACE={spec}"
@@ -101,14 +101,14 @@ def order(rows: Sequence[Row], used: Sequence[tuple[str, str]]) -> Iterator[Find
     for before, behind in ((a, b) for i, a in enumerate(cards) for b in cards[i + 1 :]):
         if before["name"] != behind["name"] and behind["mbit_per_s"] > before["mbit_per_s"]:
             sentence = (
-                f"{before['name']} ({speed_words(before)}) is tried before {behind['name']} ({speed_words(behind)}),"
+                f"{before['name']} ({format_speed(before)}) is tried before {behind['name']} ({format_speed(behind)}),"
                 " which is faster"
             )
             yield note(sentence, f"RINGDP_IFACE={behind['name']},{before['name']} on every host")
             return
 
 
-def speed_words(row: Row) -> str:
+def format_speed(row: Row) -> str:
     """``1 Gbit/s``."""
     speed = row["mbit_per_s"]
     if speed is None:

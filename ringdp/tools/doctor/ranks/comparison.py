@@ -10,7 +10,7 @@ from typing import Any
 from ringdp.tools.doctor.checks import settings, versions
 from ringdp.tools.doctor.finding import Finding, Verdict, note, ok, problem
 from ringdp.tools.doctor.host import Host
-from ringdp.tools.doctor.ranks.meeting import words
+from ringdp.tools.doctor.ranks.meeting import describe_ranks
 
 MUST_AGREE = {
     "ringdp": "install the same ringdp everywhere",
@@ -81,7 +81,7 @@ def findings(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
 
 def _difference(name: str, groups: Mapping[str, Sequence[int]]) -> Finding:
     told = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    sentence = f"{name} differs: " + ", ".join(f"{value} on {words(ranks)}" for value, ranks in told)
+    sentence = f"{name} differs: " + ", ".join(f"{value} on {describe_ranks(ranks)}" for value, ranks in told)
     facts: dict[str, Any] = {"name": name, "values": {value: list(ranks) for value, ranks in groups.items()}}
     if name in MUST_AGREE:
         return problem(sentence, MUST_AGREE[name], **facts)

@@ -28,7 +28,7 @@ class Missing(Exception):
     """
 
     def __init__(self, ranks: Sequence[int], what: str) -> None:
-        super().__init__(f"{words(ranks)} did not {what}")
+        super().__init__(f"{describe_ranks(ranks)} did not {what}")
         self.ranks, self.what = list(ranks), what
 
 
@@ -60,12 +60,12 @@ class Meeting:
 
     def all_say(self, topic: str, content: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
         """Everybody's `content` (for JSON), by rank. Raises Missing: some rank did not `what` in time."""
-        found, missing = self.whoever_says(topic, content, timeout_s=timeout_s)
+        found, missing = self.gather_present(topic, content, timeout_s=timeout_s)
         if missing:
             raise Missing(missing, what)
         return [found[rank] for rank in range(self.world_size)]
 
-    def whoever_says(
+    def gather_present(
         self, topic: str, content: Any, *, timeout_s: float | None = None
     ) -> tuple[dict[int, Any], list[int]]:
         """The content of every rank that said it in time, and the other ranks."""
@@ -112,7 +112,7 @@ class Meeting:
                 self._store.wait(everyone, timedelta(seconds=LAST_S))
 
 
-def words(ranks: Sequence[int], most: int = 8) -> str:
+def describe_ranks(ranks: Sequence[int], most: int = 8) -> str:
     """``rank 3``, ``ranks 1, 2 and 7``, ``ranks 1, 2, … (40 of them)``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -15,7 +15,7 @@ from ringdp.tools.doctor.finding import Finding, Verdict, merged, problem
 from ringdp.tools.doctor.host import Host
 from ringdp.tools.doctor.ranks import collective, comparison, edges
 from ringdp.tools.doctor.ranks.edges import Edge, Matrix
-from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, words
+from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, describe_ranks
 from ringdp.tools.doctor.ranks.probe import CONNECT_S, TOKEN_BYTES, Client, ProbeServer
 
 LONGEST_PROBE_S, SHORTEST_PROBE_S = 0.5, 0.06
@@ -101,7 +101,7 @@ class _Session:
             "broken": self._broken,
             "token": secrets.token_hex(TOKEN_BYTES),
         }
-        self._cards, missing = self._meeting.whoever_says("card", card)
+        self._cards, missing = self._meeting.gather_present("card", card)
         if missing:
             return self.outcome([dataclasses.replace(self._who_is_missing(missing), check=MEETING)])
         self._compare()
@@ -165,7 +165,7 @@ class _Session:
     def _who_is_missing(self, missing: Sequence[int]) -> Finding:
         here = ", ".join(f"rank {rank} on {card['host']}" for rank, card in sorted(self._cards.items())[:8])
         sentence = (
-            f"{words(missing)} of {self._meeting.world_size} did not come to the store within "
+            f"{describe_ranks(missing)} of {self._meeting.world_size} did not come to the store within "
             f"{self._meeting.timeout_s:g} s; those that came: {here}"
         )
         remedy = "look whether they were started, and at their logs; --timeout waits longer"
