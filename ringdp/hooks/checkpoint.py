@@ -161,8 +161,8 @@ class Memory:
         whole = {path: it for path, it in held.items() if path.count("/") < 3}
         if group.size() == 1:
             return whole
-        told = all_gather_bytes(json.dumps(sorted(whole)).encode(), group)
-        paths = sorted({path for line in told for path in json.loads(line)})
+        gathered = all_gather_bytes(json.dumps(sorted(whole)).encode(), group)
+        paths = sorted({path for line in gathered for path in json.loads(line)})
         means: saved.Saved = {}
         for path in paths:
             value: Tensor = whole.get(path, section.zeros())

@@ -131,14 +131,14 @@ class Operations:
 
 
 def compare_names(words: str, group: dist.ProcessGroup) -> None:
-    told = all_gather_where_different(words.encode(), group, what="operation")
-    if told is None:
+    gathered = all_gather_where_different(words.encode(), group, what="operation")
+    if gathered is None:
         return
     me = group.rank()
-    other = next(rank for rank, text in enumerate(told) if text != told[me])
+    other = next(rank for rank, text in enumerate(gathered) if text != gathered[me])
     raise MismatchError(
         f"the ranks' key-value stores are in different operations: rank {me} does {words}; rank {other} does"
-        f" {told[other].decode(errors='replace')}",
+        f" {gathered[other].decode(errors='replace')}",
         rank=me,
         peer=other,
         operation=words,

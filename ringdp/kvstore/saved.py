@@ -67,32 +67,32 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
     mine: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(table.keys):
-        told: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
         for field, it in update.state_of(table.slices[name]).items():
             if isinstance(it, Tensor) and it.shape == table.slices[name].shape:
                 tensors.setdefault(name, {})[field] = it
-                told[field] = str(it.dtype).removeprefix("torch.")
+                gathered[field] = str(it.dtype).removeprefix("torch.")
             elif isinstance(it, Tensor) and it.numel() == 1:
-                told[field] = [str(it.dtype).removeprefix("torch."), it.item()]
+                gathered[field] = [str(it.dtype).removeprefix("torch."), it.item()]
             elif isinstance(it, int | float):
-                told[field] = ["", it]
+                gathered[field] = ["", it]
             elif it is not None:
                 raise InvalidStateError(
                     f"{update.describe()} keeps {field} of key {name!r}, which cannot be saved by slices"
                 )
-        mine[name] = told
+        mine[name] = gathered
     lines = [json.dumps(mine).encode()]
     if table.group is not None:
         with table.operations.named("structure of the optimizer's state"):
             lines = all_gather_bytes(lines[0], table.group)
     merged: dict[str, dict[str, Any]] = {}
     for line in lines:
-        for name, told in json.loads(line).items():
-            merged[name] = told or merged.get(name, {})
+        for name, gathered in json.loads(line).items():
+            merged[name] = gathered or merged.get(name, {})
     state: dict[str, dict[str, dict[str, Any]]] = {name: {"tensors": {}, "numbers": {}} for name in merged}
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, told in merged.items():
-        for field, it in told.items():
+    for name, gathered in merged.items():
+        for field, it in gathered.items():
             if isinstance(it, str):
                 groups.setdefault((field, it), []).append(name)
             else:

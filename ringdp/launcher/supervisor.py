@@ -330,15 +330,15 @@ class Supervisor:
         if self._stop_signal is None and self._agent_status == 0:
             return
         end = time.monotonic() + LEFTOVERS_S
-        told: set[int] = set()
+        gathered: set[int] = set()
         while survivors := self._survivors():
             if self._stop_signal is not None:
                 end = time.monotonic() + self._grace_left()
             if time.monotonic() >= end:
                 processes.kill_all(self._survivors)
                 return
-            processes.send(set(survivors) - told, signal.SIGTERM)
-            told.update(survivors)
+            processes.send(set(survivors) - gathered, signal.SIGTERM)
+            gathered.update(survivors)
             self._wait()
             self._display.show()
 
@@ -360,9 +360,9 @@ class Supervisor:
             return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
-            told = self._steps_by_rank()
-            steps = self._steps(told)
-            self._lost |= self._left_early(told, steps)
+            gathered = self._steps_by_rank()
+            steps = self._steps(gathered)
+            self._lost |= self._left_early(gathered, steps)
             words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._describe_lost())
             self._log_end([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
             return 0
@@ -404,8 +404,8 @@ class Supervisor:
 
     def _steps(self, by_rank: Mapping[int, int | None]) -> int | None:
         """Of the first rank that has told; of an elastic job, which goes on without it, of the one with the most."""
-        told = [steps for steps in by_rank.values() if steps is not None]
-        return (max(told) if self._arguments.torchrun.elastic else told[0]) if told else None
+        gathered = [steps for steps in by_rank.values() if steps is not None]
+        return (max(gathered) if self._arguments.torchrun.elastic else gathered[0]) if gathered else None
 
     def _left_early(self, by_rank: Mapping[int, int | None], steps: int | None) -> dict[int, str]:
         """Ranks that have ended well and without which the others of an elastic job have gone on, and how."""

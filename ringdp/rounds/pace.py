@@ -74,18 +74,18 @@ class Pace:
 
     def _meet(self, schedule: TimedSchedule) -> None:
         """All ranks tell how fast they are: the first turn begins."""
-        told = [mine := self.step_s()]
+        gathered = [mine := self.step_s()]
         if self._group is not None:
             with named(f"{self._who}: seconds of a step"):
                 lines = all_gather_bytes(struct.pack("<d", mine), self._group, room=8)
-            told = [struct.unpack("<d", one)[0] for one in lines]
-        schedule.begin_turn(time.monotonic(), told)
+            gathered = [struct.unpack("<d", one)[0] for one in lines]
+        schedule.begin_turn(time.monotonic(), gathered)
 
     def _agreed(self, due: bool) -> bool:
         """What the first of the ranks says that are kept in step: their clocks may differ."""
         if self._together is None or self._together.size() == 1:
             return due
-        told = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
+        gathered = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
         with named(f"{self._who}: is the turn over?"):
-            dist.broadcast(told, group=self._together, group_src=0)
-        return bool(told)
+            dist.broadcast(gathered, group=self._together, group_src=0)
+        return bool(gathered)

@@ -118,15 +118,15 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
 
     def lines(found: Checked) -> list[str]:
         settings, parameters, _ = found
-        told = [f"class: {who}", *settings.lines()]
+        gathered = [f"class: {who}", *settings.lines()]
         for one in parameters:
             part = local_part(one.parameter)
-            told.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
+            gathered.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
         trained = {id(one.parameter) for one in parameters}
         for other in _held(model, group):
             if id(other.tensor) not in trained:
-                told += other.lines()
-        return told
+                gathered += other.lines()
+        return gathered
 
     found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
     if difference is None:

@@ -89,10 +89,10 @@ class Outgoing:
         row = torch.tensor(mine + [0] * (max(counts) - len(mine)), dtype=torch.int64, device=plan.device)
         answer = yield AllGather(row.view(torch.uint8))
         assert isinstance(answer, Tensor)
-        told = answer.view(torch.int64).view(plan.ranks, -1).tolist()
+        gathered = answer.view(torch.int64).view(plan.ranks, -1).tolist()
         sizes: Sizes = {}
         for sender, parts in enumerate(senders):
-            numbers = iter(told[sender])
+            numbers = iter(gathered[sender])
             for part in parts:
                 sizes[sender, part] = _believed(plan, promised[part], part, numbers, sender)
         return sizes
@@ -111,18 +111,20 @@ def _believed(plan: Plan, promised: list[Forms], part: int, numbers: Iterator[in
     forms: list[Forms] = []
     for section, payload in zip(plan.sections, promised, strict=True):
         lengths = [next(numbers) if form.shape else 0 for form in payload]
-        told = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
+        gathered = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
         fixed = getattr(section.compressor, "fixed_size", True)
-        if min(lengths, default=0) < 0 or (told != payload if fixed else _too_much(told, payload, section.numel(part))):
+        if min(lengths, default=0) < 0 or (
+            gathered != payload if fixed else _too_much(gathered, payload, section.numel(part))
+        ):
             raise MismatchError(
                 f"rank {sender} announces a payload of lengths {lengths} for {section.numel(part)} elements of"
                 f" {section.name}",
                 peer=sender,
                 name=section.name,
             )
-        forms.append(told)
+        forms.append(gathered)
     return forms
 
 
-def _too_much(told: Forms, promised: Forms, numel: int) -> bool:
-    return room([told]) > max(most_bytes(numel), room([promised]))
+def _too_much(gathered: Forms, promised: Forms, numel: int) -> bool:
+    return room([gathered]) > max(most_bytes(numel), room([promised]))

@@ -254,8 +254,8 @@ def _measure(args: argparse.Namespace) -> int:
     settings = config.RingConfig.from_environment()
     world = byte_collectives.require_member(None, "bench")
     card = json.dumps([config.host_identity(settings.host_id), _of_this_rank(args)]).encode()
-    everyone = [json.loads(told) for told in byte_collectives.all_gather_bytes(card, world)]
-    if problem := next((told for _, told in everyone if told), None):
+    everyone = [json.loads(gathered) for gathered in byte_collectives.all_gather_bytes(card, world)]
+    if problem := next((gathered for _, gathered in everyone if gathered), None):
         if dist.get_rank() == 0:
             sys.stderr.write(f"python -m ringdp bench: {problem}\n")
         return 2

@@ -42,8 +42,10 @@ def any_port(addresses: Sequence[str], ephemeral: str | None) -> Iterator[Findin
     """Without RINGDP_PORT_RANGE: a free one of the kernel's."""
     problems: Mapping[str, Any] = {it: why for it in addresses if (why := why_not(it, 0)) is not None}
     if problems:
-        told = ", ".join(f"{address}: {why}" for address, why in problems.items())
-        yield problem(f"a rank cannot listen ({told})", "choose other interfaces with RINGDP_IFACE", failed=problems)
+        gathered = ", ".join(f"{address}: {why}" for address, why in problems.items())
+        yield problem(
+            f"a rank cannot listen ({gathered})", "choose other interfaces with RINGDP_IFACE", failed=problems
+        )
         return
     kernel = "-".join((ephemeral or "").split()) or "the kernel's"
     words = f"ranks can listen on any port ({kernel}); a firewall between hosts has to let them through"

@@ -54,9 +54,9 @@ def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
     return {"met_s": met_s, "right": right, "all_reduce_s": statistics.median(times), "transports": carried}
 
 
-def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int) -> Iterator[Finding]:
+def findings(gathered: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int) -> Iterator[Finding]:
     """What all ranks saw; `told` is by rank."""
-    failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
+    failed = {rank: one["error"] for rank, one in enumerate(gathered) if "error" in one}
     if failed:
         first = min(failed)
         sentence = (
@@ -64,12 +64,12 @@ def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int)
         )
         yield problem(sentence, "docs/reference/errors.md lists the errors", errors=failed)
         return
-    if wrong := [rank for rank, one in enumerate(told) if not one["right"]]:
+    if wrong := [rank for rank, one in enumerate(gathered) if not one["right"]]:
         sentence = f"an all-reduce of ones gave a wrong result on {describe_ranks(wrong)}"
         yield problem(sentence, "please report this", ranks=wrong)
         return
-    met_s, took_s = max(one["met_s"] for one in told), max(one["all_reduce_s"] for one in told)
-    busbw = size_bytes / took_s * 2 * (len(told) - 1) / len(told)
+    met_s, took_s = max(one["met_s"] for one in gathered), max(one["all_reduce_s"] for one in gathered)
+    busbw = size_bytes / took_s * 2 * (len(gathered) - 1) / len(gathered)
     sentence = (
         f"ring met in {format_time(met_s)}; an all-reduce of {format_size(size_bytes)} takes {format_time(took_s)}, "
     )
@@ -77,7 +77,7 @@ def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int)
     yield ok(sentence, met_s=met_s, size_bytes=size_bytes, all_reduce_s=took_s, busbw_bytes_per_s=busbw)
     slow = [
         (rank, int(peer))
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(gathered)
         for peer, name in one["transports"].items()
         if matrix.host_of[rank] == matrix.host_of[int(peer)] and name == "tcp" and rank < int(peer)
     ]

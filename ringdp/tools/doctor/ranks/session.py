@@ -111,13 +111,13 @@ class _Session:
         self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
         if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
             size_bytes = collective.size_for(self._matrix)
-            told = self._meeting.all_say(
+            gathered = self._meeting.all_say(
                 "ring",
                 collective.measure(size_bytes, self._meeting.timeout_s),
                 what="meet over ring",
                 timeout_s=2 * self._meeting.timeout_s,
             )
-            self._say(RING, collective.findings(told, self._matrix, size_bytes))
+            self._say(RING, collective.findings(gathered, self._matrix, size_bytes))
         self._meeting.barrier("finish")
         return self.outcome([])
 
@@ -125,13 +125,13 @@ class _Session:
         """As far as this rank has come. The first rank speaks that came and has not gone since."""
         by_host: dict[str, list[Finding]] = {}
         for rank, name in self._names().items():
-            told = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
+            gathered = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
             known = {(one.check, one.sentence) for one in by_host.setdefault(name, [])}
             first_of_host = not known
             # The ranks of a host say the same but for their settings, so only problems of the others are news.
             by_host[name] += [
                 one
-                for one in told
+                for one in gathered
                 if first_of_host or (one.verdict is Verdict.PROBLEM and (one.check, one.sentence) not in known)
             ]
         if not by_host:
@@ -194,10 +194,10 @@ class _Session:
             server = None
         try:
             published = [] if server is None else self._published(server)
-            told = meeting.all_say("addresses", published, what="listen for the others")
+            gathered = meeting.all_say("addresses", published, what="listen for the others")
             client = Client(token, networks)
-            mine = self._reach(client, told, host_of)
-            attempts = sum(len(it) for it in told)
+            mine = self._reach(client, gathered, host_of)
+            attempts = sum(len(it) for it in gathered)
             meeting.barrier("try the others' addresses", timeout_s=meeting.timeout_s + CONNECT_S * attempts)
             self._time(client, mine, host_of)
             own = [_packed(edge) for edge in mine.values()]
