@@ -51,8 +51,8 @@ class BatchWeight:
             )
         if delayed:
             raise InvalidArgumentError(
-                "weight and delay_all_reduce_named_params cannot be combined: the delayed all-reduce counts all ranks the"
-                " same. Leave out one of them"
+                "weight and delay_all_reduce_named_params cannot be combined: the delayed all-reduce counts all ranks"
+                " the same. Leave out one of them"
             )
         return cls(mode)
 

@@ -63,7 +63,8 @@ def refuse_rules(rules: Rules) -> None:
     for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
         if isinstance(compressor, Auto):
             raise InvalidArgumentError(
-                'reproducible=True and compression="auto" cannot be combined: "auto" chooses by measured speeds. Name a compressor'
+                'reproducible=True and compression="auto" cannot be combined: "auto" chooses by measured speeds. Name a'
+                " compressor"
             )
         if getattr(compressor, "aggregate", "owner") == "rounds" and not getattr(compressor, "per_parameter", False):
             raise InvalidArgumentError(

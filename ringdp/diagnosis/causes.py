@@ -1,4 +1,4 @@
-"""What keeps a slow rank from being as fast as the others, of a window. Pure: no clock, no file."""
+"""The cause for which a rank was slower than the others in a window. Pure: no clock, no file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOWS_ALL = ("quota", "memory", "core", "speed")
 
 @dataclass(frozen=True)
 class Cause:
-    """What keeps a slow rank: a name of `Verdict.cause`, why that is said, and the remedy."""
+    """The cause of a slow rank: a name of `Verdict.cause`, the reason, and the remedy."""
 
     name: str
     why: str
@@ -30,12 +30,12 @@ class Cause:
 
 
 def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
-    """Of a rank that is slower than the others, most of all in that phase."""
+    """The cause for a rank that is slower than the others, most of all in that phase."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
     period, host = facts.period_s, facts.host or "its host"
     if period <= 0 or not rest:
-        return Cause("work", "what keeps it is not known", _less_work(host))
+        return Cause("work", "the cause is not known", _less_work(host))
 
     def share(name: str) -> tuple[float, float]:
         """Of the time, of this rank and of the median of the others."""
@@ -46,7 +46,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
     excess = float(parts.own[rank].sum() - others_of(parts.own.sum(1, keepdim=True))[rank, 0]) / step
 
     def explains(name: str) -> bool:
-        """Most of what the rank takes longer."""
+        """Most of the time by which the rank is slower."""
         its, others = share(name)
         return its - others >= max(KEPT_OFF, MOST * excess)
 
@@ -69,7 +69,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
         return Cause(
             "core",
             f"for {ready:.0%} of the time other threads had the core that it wanted",
-            f"end what else computes on {host} (top shows it), or lower OMP_NUM_THREADS where ranks share cores",
+            f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
         )
     speed = _core_speed(window, rank)
     computed = min(float(parts.own[rank].sum()) / step, cpu)

@@ -1,4 +1,4 @@
-"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step on."""
+"""Watches the steps of one RingDP: receives all ranks' messages, logs a verdict, and hands each step to the records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringdp.text import format_time
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
-_LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
+_LEAST_PERIOD_S = 1.0  # between two windows that are read unasked: of short steps there are many
 _PERIOD_OF_COST = 4000  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
@@ -35,19 +35,19 @@ _REPEAT_S = 300.0  # between two lines that say the same
 
 
 class Attached(Protocol):
-    """What else travels with what the ranks tell each other."""
+    """A part of the message that the ranks exchange about their steps."""
 
     def message(self) -> bytes:
         """This rank's, of `ATTACHED_BYTES`, in the forward before the backward that carries it."""
 
-    def receive(self, step: int, told: list[bytes]) -> None:
+    def receive(self, step: int, gathered: list[bytes]) -> None:
         """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
 class Gradients(Protocol):
-    """What hears of a hash of each rank's gradients."""
+    """Receives a hash of each rank's gradients."""
 
-    def receive(self, rank: int, step: int, told: Sequence[bytes]) -> None:
+    def receive(self, rank: int, step: int, gathered: Sequence[bytes]) -> None:
         """By rank, `ATTACHED_BYTES` of each, at rank `rank`. In the backward after step `step`."""
 
 
@@ -55,8 +55,8 @@ class StepMonitor:
     """Used by the thread that runs forward.
 
     Args:
-        reducer: whose steps these are; RingDP makes another one now and then, and then another monitor.
-        group: of its ranks.
+        reducer: the reducer of these steps; where RingDP makes another one it makes another monitor, too.
+        group: the group of its ranks.
     """
 
     def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
@@ -75,7 +75,9 @@ class StepMonitor:
         self._clocks = Clocks()
         self._window: Window | None = None
         self._parts: Split | None = None
-        self._waited: tuple[int, float] | None = None  # for whom this rank waited in the window, and how long a step
+        self._waited: tuple[int, float] | None = (
+            None  # the rank that this one waited for in the window, and seconds a step
+        )
         self._judged_last: tuple[Window, Verdict] | None = None
         self._logged: Verdict | None = None
         self._logged_at = 0.0
@@ -115,7 +117,7 @@ class StepMonitor:
             self._next_read_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
     def __del__(self) -> None:
-        # A script whose model lives in a function lets go of it before the process ends.
+        # A model that lives in a function is freed before the process ends.
         records: StepRecords | None = self.__dict__.get("_records")
         if records is not None and records.open:
             self.record_last()
@@ -126,7 +128,7 @@ class StepMonitor:
         self._recorded = self._reducer.last_step()[0]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
-        """The reducer averages over another group from now on."""
+        """Called when the reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
         self._place = group.rank(), group.size()
         self._logged = self._messages = self._waited = None
@@ -147,7 +149,7 @@ class StepMonitor:
             self._timelines.add_step(steps, named, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
-        """Of what the ranks told last. Waits for nobody."""
+        """The report of the ranks' last messages. Does not communicate."""
         self._read()
         window, parts = self._window, self._parts
         if window is None or parts is None or window.rows.shape[1] == 0:
@@ -183,7 +185,7 @@ class StepMonitor:
         return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
 
     def take(self) -> None:
-        """Hear what the ranks have told each other, if there is something new."""
+        """Take the ranks' messages, if new ones have come."""
         messages = self._reducer.take_window()
         if messages is None:
             return
@@ -201,7 +203,7 @@ class StepMonitor:
         if messages is None:
             return
         self._window = Window.unpacked(messages, FACTS_BYTES)
-        self._clocks.receive(self._window.told, self._window.facts)
+        self._clocks.receive(self._window.stamps, self._window.facts)
         if self._window.rows.shape[1] == 0:
             return
         self._parts = split(self._window)
@@ -317,7 +319,7 @@ def _bucket_times(row: Mapping[str, Any], record: Any, algorithms: Mapping[int, 
 
 
 def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
-    """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
+    """The share of communication that a slow link causes: the time that the others' speed would have saved."""
     if verdict.kind != "link" or verdict.rank is None:
         return 0.0
     usual = usual_rate([facts for facts in window.facts if facts.link_to >= 0])
@@ -338,7 +340,7 @@ class _OptimizerHook:
 
 
 def note_optimizers() -> None:
-    """From now on each optimizer's step of this process counts as such."""
+    """Count each optimizer's step of this process from now on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if not _OptimizerHook.registered:

@@ -1,4 +1,4 @@
-"""The rules of a hook: which compressor a parameter of its buckets gets, and which rules speak of none."""
+"""The rules of a hook: the compressor of each parameter of its buckets, and the rules that fit none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger("ringdp.hooks")
 
 
 class HookRules:
-    """Rules beside the model, where that is given; else beside what is in the first backward's buckets.
+    """Rules compared with the model, where that is given; else with the parameters in the first backward's buckets.
 
     Args:
         rules: checked.
         model: a module or the DDP around it.
-        group: whose first rank says what is only a warning; None is the default group.
+        group: its first rank logs warnings; None is the default group.
 
     Raises:
         InvalidArgumentError: rules that need the model, where there is none; or that no parameter of the model fits.
@@ -44,7 +44,7 @@ class HookRules:
             self._use = None
 
     def choose(self, name: str, parameter: Tensor) -> Compressor | None:
-        """What `CompressedHook` asks."""
+        """The compressor of a parameter; called by `CompressedHook`."""
         return self._rules.of(self.parameters.of(parameter))
 
     def see(self, bucket: GradBucket) -> None:

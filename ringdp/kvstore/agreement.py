@@ -1,5 +1,5 @@
-"""What all ranks of a store must have alike: its keys and settings, compared before the first operation that uses them,
-and the keys of each operation, which the operation's name tells (ringdp.named)."""
+"""The agreement of a store's ranks: keys and settings are compared before the first operation that uses them, and the
+keys of each operation are part of its name (ringdp.named)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def compare_settings(
     doing: str,
     advice: str = _ADVICE,
 ) -> Found:
-    """What `check` gives on this rank, of which all ranks have the same `lines`, "name: value".
+    """The result of `check` on this rank, whose `lines`, "name: value", are equal on all ranks.
 
     Args:
-        doing: what a rank cannot do whose `check` raises.
+        doing: the call that a rank cannot make whose `check` raises.
         advice: what to do where the lines differ.
 
     Raises:
-        InvalidArgumentError: by `check`; the others learn why.
+        InvalidArgumentError: by `check`; the others raise MismatchError with its text.
         MismatchError: they differ, or another rank's `check` raises; names the first difference.
     """
     if group is None:
@@ -55,7 +55,7 @@ def compare_settings(
 
 
 def describe_names(keys: Sequence[str]) -> str:
-    """Keys for the name of an operation, which tells all of them by a hash and some by their words."""
+    """Keys for the name of an operation: some by name, all of them by a hash."""
     named = ", ".join(keys[:_NAMED_KEYS])
     if len(keys) <= _NAMED_KEYS:
         return named
@@ -90,7 +90,7 @@ class Operations:
 
     def __init__(self, group: dist.ProcessGroup | None, who: str = "a key-value store") -> None:
         self._group, self._who = group, who
-        self._refused: Exception | None = None  # was told already
+        self._refused: Exception | None = None  # was reported already
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
@@ -106,40 +106,39 @@ class Operations:
         return self._scope is not None
 
     def refuse(self, error: Exception) -> None:
-        """Tell the ranks that are in another operation, or come to one, that this rank cannot; the caller raises.
-
-        They get a MismatchError with these words, unless they refuse the same.
+        """Give this rank's error to the ranks that are, or will be, in another operation; the caller raises. They get a
+        MismatchError with its text, unless they refuse the same.
         """
         if self._group is None or error is self._refused:
             return
         self._refused = error
-        words = f"{self._who} refuses: {error}"
+        text = f"{self._who} refuses: {error}"
         if self._scope is None:
             with contextlib.suppress(Exception):
-                compare_names(words, self._group)
+                compare_names(text, self._group)
         else:
-            report_refusal(error, self._group, device_for(self._group), words)
+            report_refusal(error, self._group, device_for(self._group), text)
 
-    def named(self, words: str) -> contextlib.AbstractContextManager[None]:
+    def named(self, text: str) -> contextlib.AbstractContextManager[None]:
         """For the operations inside the block. Raises MismatchError where another rank is in another operation."""
         if self._scope is None:
             if self._group is not None:
-                compare_names(words, self._group)
+                compare_names(text, self._group)
             return contextlib.nullcontext()
-        self._scope.enter(words)
+        self._scope.enter(text)
         return self._leaving
 
 
-def compare_names(words: str, group: dist.ProcessGroup) -> None:
-    gathered = all_gather_where_different(words.encode(), group, what="operation")
+def compare_names(text: str, group: dist.ProcessGroup) -> None:
+    gathered = all_gather_where_different(text.encode(), group, what="operation")
     if gathered is None:
         return
     me = group.rank()
-    other = next(rank for rank, text in enumerate(gathered) if text != gathered[me])
+    other = next(rank for rank, theirs in enumerate(gathered) if theirs != gathered[me])
     raise MismatchError(
-        f"the ranks' key-value stores are in different operations: rank {me} does {words}; rank {other} does"
+        f"the ranks' key-value stores are in different operations: rank {me} does {text}; rank {other} does"
         f" {gathered[other].decode(errors='replace')}",
         rank=me,
         peer=other,
-        operation=words,
+        operation=text,
     )

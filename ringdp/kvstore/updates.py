@@ -1,4 +1,4 @@
-"""What an owner does with the sum of the ranks' pushes: assign it, give it to a function, or to an optimizer."""
+"""The updates of an owner by the sum of the ranks' pushes: assignment, a function, or an optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Update(Protocol):
         """Whether the sum becomes the value: it may be written there at once."""
 
     def describe(self) -> str:
-        """What all ranks must have alike; it may change between pushes."""
+        """The description, which must be equal on all ranks; it may change between pushes."""
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         """Change the slices of the keys that were pushed, by name, in place."""
@@ -115,7 +115,7 @@ class Optimizer:
             value.grad = None
 
     def state_of(self, value: Tensor) -> dict[str, Any]:
-        """What the optimizer remembers of a slice: tensors of its shape, and numbers."""
+        """The optimizer's state of a slice: tensors of its shape, and numbers."""
         return dict(self.torch_optimizer.state.get(value, {}))
 
     def set_state(self, value: Tensor, state: dict[str, Any]) -> None:
@@ -169,8 +169,8 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
         raise InvalidArgumentError(f"the store cannot use {name}: {type(error).__name__}: {error}") from error
     if not torch.equal(whole[0].view(torch.int32), torch.cat(halves).view(torch.int32)):
         raise InvalidArgumentError(
-            f"the store cannot use {name}: each rank updates its slices of the tensors, and {name} does not treat each"
-            " element by itself (norms, matrices): use RingDP with it instead"
+            f"the store cannot use {name}, which does not treat each element by itself (norms, matrices): use RingDP"
+            " with it instead"
         )
 
 

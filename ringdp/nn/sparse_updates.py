@@ -1,4 +1,4 @@
-"""Optimizers that touch the rows with a gradient only: what the owner of the rows does with their sums."""
+"""Optimizers that change only the rows with a gradient; the owner of the rows runs them on the sums."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class LocalSGD(DiLoCo):
                 start.average(self._momenta(pieces), self._members)
 
     def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Of these, in an order that all ranks have alike.
+        """The momenta of these, in the same order on all ranks.
 
         What some rank has not, since no step has made it yet there or it was not finite, stays as it is on all of them.
         """

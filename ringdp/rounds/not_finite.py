@@ -1,4 +1,4 @@
-"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this one goes on without them."""
+"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this rank replaces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("ringdp.rounds")
 
 
 def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence[torch.optim.Optimizer]) -> None:
-    """What is not finite becomes the global parameters, as does all of `leaving`; optimizers forget such state."""
+    """Parameters that are not finite, and all of `leaving`, become the global ones; optimizers drop such state."""
     for fragment in fragments:
         for piece in fragment.pieces:
             mine = local_part(piece.parameter)

@@ -1,4 +1,4 @@
-"""When turns come: by steps, or, where ranks are not equally fast, by a time that all ranks have agreed on."""
+"""The time of turns: by steps, or, where ranks are not equally fast, by a time that all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pace:
         return turn
 
     def ended(self) -> float:
-        """What the step brought is done; the time."""
+        """Called with the time when the actions of the step are done."""
         self._ended_s = time.monotonic()
         return self._ended_s
 
@@ -67,13 +67,13 @@ class Pace:
         return mean_s
 
     def load(self, state: dict[str, Any]) -> None:
-        """What the schedule's `state` has given."""
+        """Load a `state` of the schedule."""
         self.schedule.load(state)
         self._opening = self._ended_s = None
         self._stepping_s, self._timed_steps = 0.0, 0
 
     def _meet(self, schedule: TimedSchedule) -> None:
-        """All ranks tell how fast they are: the first turn begins."""
+        """Exchange the ranks' paces: the first turn begins."""
         gathered = [mine := self.step_s()]
         if self._group is not None:
             with named(f"{self._who}: seconds of a step"):
@@ -82,7 +82,7 @@ class Pace:
         schedule.begin_turn(time.monotonic(), gathered)
 
     def _agreed(self, due: bool) -> bool:
-        """What the first of the ranks says that are kept in step: their clocks may differ."""
+        """The answer of the first of the ranks that are kept in step: their clocks may differ."""
         if self._together is None or self._together.size() == 1:
             return due
         gathered = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))

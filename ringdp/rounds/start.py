@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks have the same model and arguments, and the same parameters from then on?"""
+"""The start of rounds: compares the ranks' models and arguments, and gives all ranks the same parameters."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def checked_parameters(
             for parameter in of_group["params"]:
                 if id(parameter) not in known:
                     raise InvalidArgumentError(
-                        f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that the"
-                        " model has not, so it would differ from rank to rank: put it into the module"
+                        f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that is"
+                        " not in the model: put it into the module"
                     )
     for one in trained:
         if is_dtensor(one.parameter):
@@ -109,10 +109,10 @@ def check_scaler(who: str, scaler: object) -> None:
 
 
 def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, group: dist.ProcessGroup) -> Checked:
-    """What `checked` gives, where all ranks have the same.
+    """The result of `checked`, where it is equal on all ranks.
 
     Raises:
-        InvalidArgumentError: this rank's cannot be used; the others learn why.
+        InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
 
@@ -192,7 +192,8 @@ def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """In place, of floating point. Sums are kept in float64: what all ranks have alike stays as it is, to the bit."""
+    """Average in place, of floating point. Sums are kept in float64: values equal on all ranks stay the same to the
+    bit."""
     mine = [local_part(one) for one in tensors]
     if not mine or group.size() == 1:
         return

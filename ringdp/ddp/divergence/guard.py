@@ -134,8 +134,8 @@ def _uneven(gathered: Sequence[tuple[int, ...]]) -> str:
     other = next(rank for rank, one in enumerate(gathered) if one != usual)
     most = [rank for rank, one in enumerate(gathered) if one == usual]
     return (
-        f"rank {other} has run {gathered[other][0]} backwards in {gathered[other][1]} steps that began with a forward, and"
-        f" {describe_ranks(most)} {usual[0]} in {usual[1]}"
+        f"rank {other} has run {gathered[other][0]} backwards in {gathered[other][1]} steps that began with a forward,"
+        f" and {describe_ranks(most)} {usual[0]} in {usual[1]}"
     )
 
 
