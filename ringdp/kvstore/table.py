@@ -292,7 +292,7 @@ class Table:
         return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
 
     def _lines(self) -> list[str]:
-        lines = [f"the store: {self._words}", f"the update: {self.update.describe()}"]
+        lines = [f"the store: {self._description}", f"the update: {self.update.describe()}"]
         lines.append(f"compression: {'none' if self.compression is None else self.compression.describe()}")
         lines += [f"{name}: {words}" for name, words in sorted(self._extra.items())]
         for key in sorted(self.keys.values(), key=lambda it: it.name):

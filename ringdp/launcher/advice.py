@@ -1,4 +1,4 @@
-"""What the user is told where torch's agent ends before the ranks have been started."""
+"""The message to the user where torch's agent ends before the ranks have been started."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ringdp.launcher.waiting import Waiting, unreachable_lines
 
 
 def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None) -> str:
-    """The error and what to do about it; the first line is a sentence for the user, torch's own words follow.
+    """The error with a remedy; the first line is a sentence for the user, torch's own text follows.
 
     Args:
-        error: what ended the agent.
-        waiting: the meeting of the nodes; None on one host.
+        error: the exception that ended the agent.
+        waiting: the rendezvous of the nodes; None on one host.
     """
     own = f"{type(error).__name__}: {error}".strip()
     args = arguments.torchrun
@@ -42,11 +42,11 @@ def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None)
 
 
 def of_connection(name: str, words: str, code: int | None) -> str:
-    """What a host's connection said that ended before an answer, and what to do.
+    """The output of a host's connection that ended before an answer, with a remedy.
 
     Args:
         name: the host, as the user names it.
-        words: what was said.
+        words: its output.
         code: the exit code; 255 is ssh's own.
     """
     if "No module named" in words or "not found" in words or "No such file" in words:

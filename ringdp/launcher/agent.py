@@ -34,7 +34,7 @@ from ringdp.launcher.waiting import Waiting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the supervisor hands to the agent.
+    """The supervisor's orders to the agent.
 
     Attributes:
         arguments: the command line.
@@ -42,7 +42,7 @@ class Orders:
         secret_file: the job's secret; None lets rank 0 make one and publish it in the store.
         own_secret: the secret was made for this run, and goes with it.
         terminals: path of the pseudo-terminal by stream, where there is one.
-        status_fd: where messages go.
+        status_fd: the pipe for messages.
         leash_fd: reads the end of file when the supervisor has died.
     """
 
@@ -56,7 +56,7 @@ class Orders:
 
 
 def run(orders: Orders) -> NoReturn:
-    """Start the ranks, wait for them, tell the supervisor, and end this process. Called right after the fork."""
+    """Start the ranks, wait for them, report to the supervisor, and end this process. Called right after the fork."""
     code = 1
     waiting = None
     if orders.arguments.meeting is not None:
@@ -214,8 +214,8 @@ def _rank_failures(
 
 
 def _divert_output(folder: Path, *, silent: bool) -> None:
-    """Send what torch's agent itself says into launcher.log: on a failure that is pages, and the supervisor says it
-    in fifteen lines.
+    """Send the log of torch's agent to launcher.log: on a failure that is pages, which the supervisor sums up in
+    fifteen lines.
 
     Args:
         folder: the run's folder.
@@ -243,7 +243,7 @@ def _watch_leash(orders: Orders, notify_nodes: list[Callable[[str], None]]) -> N
 
     Args:
         orders: of this agent.
-        notify_nodes: tell the other nodes what has happened here.
+        notify_nodes: functions that report to the other nodes why this one ends.
     """
     while os.read(orders.leash_fd, 1):
         pass

@@ -18,7 +18,7 @@ SETTLE_S = 1.0
 """Seconds that a rank which had no handler has to set another one: ``init`` sets one of its own for SIGUSR1."""
 
 NOTICE_S = 1.0
-"""Seconds after which the user is told of ranks without a handler."""
+"""Seconds until the line about ranks without a handler."""
 
 SAME_S = 0.3
 """Seconds within which a signal that all processes of a Slurm step get reaches all of them."""
@@ -41,13 +41,13 @@ class PassedOn:
         self._pids: Mapping[int, int] = {}  # by rank
 
     def note(self, number: int) -> None:
-        """The launcher has got this signal."""
+        """Note that the launcher has received this signal."""
         self._came[number] = time.monotonic()
         self._reached[number] = set()
         self._logged.discard(number)
 
     def all_got(self, number: int) -> None:
-        """The agent has got it, too: who sends it sends it to every process, and the ranks have it."""
+        """Note that the agent has received it, too: then the sender sent it to every process, and the ranks have it."""
         if number in self._came and time.monotonic() - self._came[number] < SAME_S:
             self._forget(number)
 
@@ -67,7 +67,7 @@ class PassedOn:
         return bool(self._came)
 
     def deliver(self) -> list[str]:
-        """Send what can be sent, once `SAME_S` have passed; lines for the user."""
+        """Send the signals that can be sent, once `SAME_S` have passed; lines for the user."""
         now = time.monotonic()
         lines = []
         for number, came in list(self._came.items()):

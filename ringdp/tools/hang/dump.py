@@ -33,7 +33,7 @@ def add_parsers(commands: Any) -> None:
     """Add the command to the parsers of ``python -m ringdp``."""
     parser = commands.add_parser(
         "dump",
-        help="let running ranks write what they do",
+        help="let running ranks write their operations and stacks",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             problem = ask(pid)
             if problem is None and folder is not None and not _appears(folder, files, before, args.wait):
                 problem = (
-                    f"process {pid} has written nothing new ({files}) in {folder} within {args.wait:g} s: is it"
+                    f"process {pid} has written no new file ({files}) in {folder} within {args.wait:g} s: is it"
                     " stopped, or the folder full or not writable?"
                 )
             if problem is not None:
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(pid: int) -> str | None:
-    """Ask a process for a dump; why it was not asked, or None. A process without a handler would die of the signal."""
+    """Ask a process for a dump; the reason for which it was not asked, or None. The signal would kill a process without
+    a handler."""
     try:
         names = {Path(f"/proc/{pid}/task/{task}/comm").read_text().strip() for task in os.listdir(f"/proc/{pid}/task")}
         status = Path(f"/proc/{pid}/status").read_text()
@@ -79,7 +80,7 @@ def ask(pid: int) -> str | None:
     caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
     if THREAD not in names or not caught >> (number - 1) & 1:
         return (
-            f"process {pid} writes no dumps: it is not a rank of ringdp's, or was started without ringrun and"
+            f"process {pid} writes no dumps: it is not a rank of ringdp, or was started without ringrun and"
             " without RINGDP_DUMP_DIR"
         )
     try:

@@ -34,7 +34,7 @@ def check(host: Host) -> Iterator[Finding]:
     yield from described(rows, used, settings.iface)
     yield from order(rows, used)
     if settings.advertise:
-        yield ok(f"RINGDP_ADVERTISE={settings.advertise} is told to the others first", advertise=settings.advertise)
+        yield ok(f"RINGDP_ADVERTISE={settings.advertise} is published first", advertise=settings.advertise)
 
 
 def every() -> list[Row]:
@@ -45,7 +45,7 @@ def every() -> list[Row]:
 
 
 def selected(spec: str) -> list[Row] | str:
-    """Those that a rank publishes, or the core's sentence where there is none."""
+    """The addresses that a rank publishes, or the core's message where there is none."""
     from ringdp import _C
 
     try:
@@ -74,7 +74,7 @@ def described(rows: Sequence[Row], used: Sequence[tuple[str, str]], spec: str) -
         facts = row | {"place": place}
         if place is None:
             why = "loopback serves this host only" if row["loopback"] else f"left out by RINGDP_IFACE={spec}"
-            yield ok(f"{words}: not told to other hosts, {why}", **facts)
+            yield ok(f"{words}: not published to other hosts, {why}", **facts)
             continue
         why = f"named by RINGDP_IFACE={spec}" if spec else "it is up"
         gathered = f"{words}: used between hosts, number {place} of {len(used)} ({why})"

@@ -1,4 +1,4 @@
-"""Whether a rank can listen where others will look for it."""
+"""Whether a rank can listen at the addresses that it publishes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(host: Host) -> Iterator[Finding]:
 
 
 def why_not(address: str, port: int) -> str | None:
-    """Why nobody can listen there; None when it can be."""
+    """The reason for which a rank cannot listen there; None where it can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

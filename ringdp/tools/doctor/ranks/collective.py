@@ -27,7 +27,7 @@ def size_for(matrix: Matrix) -> int:
 
 
 def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """What this rank saw: seconds to meet, what carries its bytes to whom, the all-reduce; or the error in words."""
+    """This rank's result: seconds to meet, the transport to each rank, the all-reduce; or the text of the error."""
     import torch
     import torch.distributed as dist
 
@@ -55,7 +55,7 @@ def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
 
 
 def findings(gathered: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int) -> Iterator[Finding]:
-    """What all ranks saw; `told` is by rank."""
+    """The findings from all ranks' results; `gathered` is by rank."""
     failed = {rank: one["error"] for rank, one in enumerate(gathered) if "error" in one}
     if failed:
         first = min(failed)

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same versions and settings; who differs is named."""
+"""Whether all ranks have the same versions and settings; those that differ are named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MUST_AGREE = {
     "RINGDP_CUDA": "set it alike on all ranks",
     "RINGDP_TRANSPORT": "set it alike on all ranks of a host",
 }
-"""Ranks that differ in these do not meet, or would not do the same; with what to do about it."""
+"""Ranks that differ in these do not meet, or would not do the same; with a remedy."""
 
 OF_A_RANK = (
     "MASTER_ADDR",
@@ -38,7 +38,7 @@ OF_A_RANK = (
 
 @dataclasses.dataclass(frozen=True)
 class Likeness:
-    """What of a rank ought to be the same on all ranks, by name; the value as people read it."""
+    """The values that ought to be the same on all ranks, by name, as people read them."""
 
     values: Mapping[str, str]
 

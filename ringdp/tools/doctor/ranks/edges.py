@@ -1,4 +1,4 @@
-"""The edges between ranks: which are measured when, the matrix of what was found, and what to say about it."""
+"""The edges between ranks: the order of measurement, the matrix of results, and the findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAR_S = 0.01
 """Round trips from here on are those of a wide-area link, whose rate depends on TCP's buffers."""
 
 LITTLE_S = 200e-6
-"""Differences of latency below this are not worth a word."""
+"""Differences of latency below this are not reported."""
 
 CLOCKS_APART_S = 0.1
 """Offset of two hosts' clocks from which on their logs are hard to compare."""
@@ -31,15 +31,15 @@ MOST_RANKS_SHOWN = 16
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """From one rank to another; what could not be measured is None.
+    """From one rank to another; None where it could not be measured.
 
     Attributes:
         source, target: ranks.
         reached: `target` answered `source`.
         tried: addresses of `target` that did not work, with the reason.
-        bytes_per_s: what `source` sent to `target` over one connection.
+        bytes_per_s: the rate from `source` to `target` over one connection.
         latency_s: the median round trip, as `source` saw it.
-        clock_offset_s, clock_error_s: the clock of `target` minus that of `source`, and how far that may be off.
+        clock_offset_s, clock_error_s: the clock of `target` minus that of `source`, and the largest error of that.
     """
 
     source: int
@@ -112,7 +112,7 @@ def rounds(host_of: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def findings(matrix: Matrix, thresholds: Thresholds) -> Iterator[Finding]:
-    """Who does not reach whom, the slowest edge, and what the user's thresholds say."""
+    """The ranks that do not reach each other, the slowest edge, and the comparison with the user's thresholds."""
     if len(matrix.host_of) < 2:
         return
     unreached = [edge for edge in matrix.edges.values() if not edge.reached]
@@ -170,7 +170,7 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
 
 def _link_remedy(matrix: Matrix, edge: Edge, back: float | None) -> str:
     if matrix.host_of[edge.source] == matrix.host_of[edge.target]:
-        return f"look with top who else computes on {matrix.names[edge.source]}: this edge is its own memory"
+        return f"end other programs on {matrix.names[edge.source]} (top shows them): this edge is its own memory"
     ends = f"{matrix.names[edge.source]} and {matrix.names[edge.target]}"
     words = f"look at the link of {ends} (cable, switch port, other traffic"
     if back is not None and edge.bytes_per_s and back > 2 * edge.bytes_per_s:
@@ -242,7 +242,7 @@ def _clocks(matrix: Matrix, wanted_s: float | None) -> Iterator[Finding]:
 
 
 def tables(matrix: Matrix) -> list[str]:
-    """What was measured, from the rank of the row to that of the column; of the first ranks where there are many."""
+    """The measurements from the rank of the row to that of the column; of the first ranks where there are many."""
     shown = range(min(len(matrix.host_of), MOST_RANKS_SHOWN))
     if len(shown) < 2:
         return []

@@ -1,4 +1,4 @@
-"""The order in which the ranks of a job examine what is between them. Each stage has a deadline."""
+"""The order in which the ranks of a job examine the network between them. Each stage has a deadline."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MEETING, COMPARISON, LINKS, RING = "ranks", "versions and settings of the ranks"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rank knows at the end.
+    """A rank's result.
 
     Attributes:
         speaks: this rank prints it.
         findings: all of them.
         hosts: the names of the hosts that were looked at.
         ranks: in the job.
-        matrix: None where the ranks did not get that far.
+        matrix: None where the ranks did not measure.
     """
 
     speaks: bool
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: float) -> Outcome:
-    """Everything: the hosts, then what lies between the ranks. Raises nothing that a network can cause.
+    """Examine the hosts, then the network between the ranks. Errors of the network are findings, not exceptions.
 
     Args:
         timeout_s: for which ranks wait for each other at each stage.
@@ -59,11 +59,11 @@ def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: 
     try:
         return session.run()
     except Missing as error:
-        late = f"{error} within {timeout_s:g} s: it died, or hangs, or lost its network in the middle"
+        late = f"{error} within {timeout_s:g} s: it died, hangs, or lost its network"
         found = problem(late, "look at the log of that rank", ranks=error.ranks)
         return session.outcome([dataclasses.replace(found, check=MEETING)], gone=error.ranks)
     except (RuntimeError, OSError) as error:  # the store's own: rank 0 has gone
-        sentence = f"the job's store at {place.init_method} has gone in the middle: {str(error).splitlines()[0]}"
+        sentence = f"the job's store at {place.init_method} was lost: {str(error).splitlines()[0]}"
         found = problem(sentence, "look at the log of rank 0, which keeps it")
         return session.outcome([dataclasses.replace(found, check=MEETING)], gone=[0])
     finally:
@@ -106,7 +106,7 @@ class _Session:
             return self.outcome([dataclasses.replace(self._who_is_missing(missing), check=MEETING)])
         self._compare()
         if any(card["broken"] for card in self._cards.values()):
-            return self.outcome([])  # what is wrong with its settings is a finding of that rank
+            return self.outcome([])  # a problem with its settings is a finding of that rank
         self._matrix = self._measure()
         self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
         if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
@@ -122,7 +122,7 @@ class _Session:
         return self.outcome([])
 
     def outcome(self, more: Iterable[Finding], *, gone: Sequence[int] = ()) -> Outcome:
-        """As far as this rank has come. The first rank speaks that came and has not gone since."""
+        """The outcome so far. The first rank that came and is still there prints it."""
         by_host: dict[str, list[Finding]] = {}
         for rank, name in self._names().items():
             gathered = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
@@ -146,7 +146,7 @@ class _Session:
         )
 
     def _names(self) -> dict[int, str]:
-        """The name of the host of each rank that came; hosts of one name (containers) are told apart by a number."""
+        """The name of the host of each rank that came; hosts of one name (containers) get a number."""
         ids: dict[str, list[str]] = {}
         for _, card in sorted(self._cards.items()):
             of_name = ids.setdefault(card["host"], [])
@@ -229,8 +229,8 @@ class _Session:
     def _time(self, client: Client, mine: dict[int, Edge], host_of: Sequence[int]) -> None:
         """Pair by pair: the lower rank measures, then the higher one, and no other pair uses their hosts' links.
 
-        A rank pulls bytes from the other one: what it measures is the edge towards itself. It stands in `mine` under
-        the other's number, and `_joined` puts it where it belongs.
+        A rank pulls bytes from the other one, so it measures the edge towards itself. It is in `mine` under the other's
+        number, and `_joined` moves it to its edge.
         """
         order = edges.rounds(host_of)
         seconds = max(SHORTEST_PROBE_S, min(LONGEST_PROBE_S, self._seconds / max(1, 2 * len(order))))
