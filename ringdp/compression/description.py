@@ -1,4 +1,5 @@
-"""A compressor in words that are the same on all ranks and in the next run: compared, saved, and read in messages."""
+"""The description of a compressor, the same on all ranks and in the next run: compared, saved, and shown in
+messages."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ _SETTINGS = (bool, int, float, str, type(None), Feedback, Compressor, RoundsComp
 
 
 def describe(compressor: Any) -> str:
-    """What its ``__repr__`` says; without one its class and its settings.
+    """Its ``__repr__``; without one its class and its settings.
 
-    Settings are attributes that are numbers, text, None, error feedback or compressors. A part of it that says nothing
-    but its class and an address is described in the same way.
+    Settings are attributes that are numbers, text, None, error feedback or compressors. A part of it whose ``repr`` is
+    only a class and an address is described in the same way.
     """
     return " ".join(_describe(compressor, ()).split())  # one line
 

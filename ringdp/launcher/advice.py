@@ -41,18 +41,18 @@ def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None)
     return own
 
 
-def of_connection(name: str, words: str, code: int | None) -> str:
+def of_connection(name: str, output: str, code: int | None) -> str:
     """The output of a host's connection that ended before an answer, with a remedy.
 
     Args:
         name: the host, as the user names it.
-        words: its output.
+        output: its output.
         code: the exit code; 255 is ssh's own.
     """
-    if "No module named" in words or "not found" in words or "No such file" in words:
-        return f"{words}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
-    if "Host key verification" in words:
-        return f"{words}: ssh does not know this host yet, or its key has changed; once by hand: ssh {name}"
-    if "Permission denied" in words:
-        return f"{words}: ssh must get in without a password; once by hand: ssh-copy-id {name} (or a key in the agent)"
-    return f"cannot be reached: {words}" if code == 255 else words
+    if "No module named" in output or "not found" in output or "No such file" in output:
+        return f"{output}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
+    if "Host key verification" in output:
+        return f"{output}: ssh does not know this host yet, or its key has changed; once by hand: ssh {name}"
+    if "Permission denied" in output:
+        return f"{output}: ssh must get in without a password; once by hand: ssh-copy-id {name} (or a key in the agent)"
+    return f"cannot be reached: {output}" if code == 255 else output
