@@ -424,7 +424,7 @@ def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
             raise ValueError(f"{'-x' if args.variables else '--ssh'} goes with -H or --hostfile, which name the hosts")
         return None
     if given := [name for name, one in elsewhere.items() if one]:
-        raise ValueError(f"{given[0]} contradicts the list of hosts, which sets nodes and rendezvous: leave it out")
+        raise ValueError(f"the list of hosts sets nodes and rendezvous: leave out {given[0]}")
     begin = len(argv) - len(args.training_script_args) - 1
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_hosts(own)

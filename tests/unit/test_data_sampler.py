@@ -437,7 +437,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ((Stream(), 10), {}, "an IterableDataset has none"),
+        ((Stream(), 10), {}, "an IterableDataset does not have"),
         ((object(), 10), {}, "a dataset with a length"),
         ((100, 0), {}, "global_batch must be a whole number from 1 on, not 0"),
         ((100, 10.0), {}, "global_batch must be a whole number"),
