@@ -335,7 +335,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def another_backend() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"reproducible=True needs the backend ring.*gloo"):
+    with pytest.raises(InvalidArgumentError):
         RingDP(net(torch.float32), reproducible=True)
 
 
