@@ -1,7 +1,7 @@
 """Packaging: the version, which torch is required, and the two compiled modules (tools/extension_build.py).
 
-Names and texts are in pyproject.toml. Metadata and source archives need no torch. What is compiled belongs to one minor
-release of torch: its version says which (0.1.0+torch2.13), and it requires that one.
+Names and texts are in pyproject.toml. Metadata and source archives need no torch. A build belongs to one minor release
+of torch, which its version names (0.1.0+torch2.13) and its metadata require.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHOUT_TORCH = {"sdist", "egg_info", "dist_info"}
 
 
 def metadata(torch: str | None) -> dict[str, Any]:
-    """The version and the requirements, of sources or of what is compiled for this torch."""
+    """The version and the requirements, of sources or of a build for this torch."""
     found = re.search(r'^__version__ = "(.+)"$', Path("ringdp/__init__.py").read_text(), re.MULTILINE)
     version = found[1] if found else "0"
     if torch is None:
@@ -35,7 +35,7 @@ def metadata(torch: str | None) -> dict[str, Any]:
 
 
 def arguments(words: list[str]) -> dict[str, Any]:
-    """What `setup` is given for a command line; raises SetupError."""
+    """The arguments of `setup` for a command line; raises SetupError."""
     toolchain.check_platform()
     if set(words) & WITHOUT_TORCH and (toolchain.installed_torch() is None or "sdist" in words):
         toolchain.check_build_isolation()

@@ -3,7 +3,7 @@
     python launch.py --nproc-per-node 2 examples/char_lm.py
     python examples/char_lm.py --steps 200                      # one rank, no launcher
 
-The text is what the docstrings of this Python's own library say, so nothing is downloaded. At the end: bits per
+The text are the docstrings of this Python's own library, so nothing is downloaded. At the end: bits per
 character on text it has not seen, before and after, and a sample. If it has not learned more than how frequent each
 character is, the exit code is 1.
 """
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(options.width)
         self.head = nn.Linear(options.width, alphabet, bias=False)
         self.head.weight = self.characters.weight  # tied
-        for table in (self.characters, self.positions):  # alike, or the place would drown the character
+        for table in (self.characters, self.positions):  # equal, or the place would outweigh the character
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network at each place; both added to what came in."""
+    """Attention to earlier characters, then a small network at each place; both are added to their input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Block(nn.Module):
         return x + self.network(self.norm_2(x))
 
 
-# Training and what comes of it.
+# Training and evaluation.
 
 
 def train(model: ringdp.RingDP, data: Tensor, options: argparse.Namespace) -> None:
@@ -204,7 +204,7 @@ def bits_per_character(model: nn.Module, data: Tensor, options: argparse.Namespa
 
 
 def entropy(training: Tensor, unseen: Tensor, alphabet: int) -> float:
-    """Bits per character for who knows only how often each occurs in the training text."""
+    """Bits per character of a model that has only the frequencies of the training text."""
     counts = torch.bincount(training, minlength=alphabet).double() + 1
     return -(counts / counts.sum()).log2()[unseen].mean().item()
 

@@ -115,7 +115,7 @@ def steps_of(dataset: TensorDataset, options: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What training left behind, on this rank."""
+    """The results of training on this rank."""
 
     model: ringdp.RingDP
     losses: list[float]  # of each step, mean over the ranks

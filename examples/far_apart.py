@@ -125,7 +125,7 @@ def train(
             fragments=options.fragments,
             delay=options.delay,
             compression=options.compression,
-            process_group=between,  # None: all ranks are in one place, and already alike
+            process_group=between,  # None: all ranks are in one place, and already equal
         )
     draw = torch.Generator().manual_seed(options.seed * 10_007 + ringdp.rank())
     for _ in tqdm(range(options.steps), desc=name, disable=ringdp.rank() != 0):

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def work(settings: dict[str, Any]) -> None:
-    """What each worker does."""
+    """The training of each worker."""
     import torch.distributed as dist
 
     import ringdp

@@ -114,7 +114,7 @@ def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 
 
 def load_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """One file of CIFAR-10's python version. What does not look like one ends the program in words."""
+    """One file of CIFAR-10's python version. Another file ends the program with a message."""
     try:
         with open(path, "rb") as file:
             batch = ArraysOnly(file, encoding="bytes").load()
@@ -182,7 +182,7 @@ class ResNet18(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions, and what came in added to what comes out."""
+    """Two convolutions, and a connection that adds their input to their output."""
 
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Block(nn.Module):
         return functional.relu(self.convolutions(x) + self.shortcut(x))
 
 
-# Training and what comes of it.
+# Training and evaluation.
 
 
 def train(model: ringdp.RingDP, dataset: TensorDataset, options: argparse.Namespace) -> float:

@@ -1,4 +1,4 @@
-"""A plain PyTorch DDP script: nothing in it knows ringdp but the import and the name of the backend.
+"""A plain PyTorch DDP script: only the import and the name of the backend are ringdp's.
 
     torchrun --nproc-per-node 2 examples/torch_ddp_on_ring.py
     torchrun --nproc-per-node 2 examples/torch_ddp_on_ring.py --backend gloo      # to compare

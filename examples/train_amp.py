@@ -1,5 +1,5 @@
-"""Mixed precision as it is used in earnest: autocast, loss scaling, gradient accumulation, clipping, compressed
-gradients and checkpoints, in one loop on scikit-learn's handwritten digits.
+"""Mixed precision in one realistic loop: autocast, loss scaling, gradient accumulation, clipping, compressed gradients
+and checkpoints, on scikit-learn's handwritten digits.
 
     python launch.py --nproc-per-node 2 examples/train_amp.py
     python launch.py --nproc-per-node 2 examples/train_amp.py --compression int4 --precision bfloat16
@@ -39,7 +39,7 @@ TEST_IMAGES = 360
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    logging.basicConfig(format="%(message)s")  # where ringdp.amp tells of skipped steps
+    logging.basicConfig(format="%(message)s")  # for ringdp.amp, which logs skipped steps
     ringdp.init()
     training_set, test_set = load_digits()
     training = Training(training_set, options)
@@ -204,7 +204,7 @@ class Training:
 
 
 def report(training: Training, test_set: TensorDataset) -> bool:
-    """What held, in words."""
+    """The checks that held, as text."""
     options = training.options
     whole = hashlib.sha256(repr(sorted(training.scaler.state_dict().items())).encode())
     for parameter in training.model.parameters():

@@ -123,7 +123,7 @@ def __dir__() -> list[str]:
 
 
 def _check() -> None:
-    """Raise ImportError in words where ringdp cannot work: not Linux, not built, built for another torch."""
+    """Raise ImportError with the reason where ringdp cannot work: not Linux, not built, built for another torch."""
     if sys.platform != "linux":
         raise ImportError(f"ringdp runs on Linux only, and this is {sys.platform}")
     from ringdp import _build
@@ -132,7 +132,7 @@ def _check() -> None:
 
 
 def _called_by_import_torch() -> bool:
-    """Whether torch's own import brought us here, through the entry point in ringdp/_autoload.py.
+    """Whether torch's own import loads this module, through the entry point in ringdp/_autoload.py.
 
     An error would then break torch for all programs in the environment, so it waits until a name is used.
     """

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from ringdp.tools import timeline, top
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
-from ringdp.tools.hang import commands as hang
+from ringdp.tools.hang import dump, explain
 
-TOOLS = (bench, doctor, hang, timeline, top)
+TOOLS = (bench, doctor, dump, explain, timeline, top)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
 examples:
   python -m ringdp doctor                         what this host has, and what would make ringdp faster here
-  python -m ringdp doctor -H node1:2,node2:2      who reaches whom, and how fast, between all ranks
+  python -m ringdp doctor -H node1:2,node2:2      which ranks reach which others, and how fast
   python -m ringdp bench -n 4 --backend ring,gloo all-reduce on four ranks of this host, side by side
   ringrun -H node1:4,node2:4 -m ringdp bench --collective all
   python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
   python -m ringdp explain logs/RUN               why a job hangs or failed
-  python -m ringdp top metrics/                   who waits for whom, while the job runs
+  python -m ringdp top metrics/                   which ranks wait for which others, while the job runs
 """
 
 

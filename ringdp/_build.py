@@ -1,4 +1,4 @@
-"""Does the compiled part fit this Python and this torch? Asked once, by `import ringdp`."""
+"""Whether the compiled part fits this Python and this torch, checked once by `import ringdp`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _same_python(tag: str) -> bool:
 
 
 def _same_interface(built: str, running: str) -> bool:
-    """torch's C++ classes keep their layout within a minor release; development versions promise nothing."""
+    """torch's C++ classes keep their layout within a minor release, and not between development versions."""
     built, running = built.split("+")[0], running.split("+")[0]
     if re.fullmatch(r"[\d.]+", built) and re.fullmatch(r"[\d.]+", running):
         return _release(built) == _release(running)

@@ -1,4 +1,4 @@
-"""What the launcher does before ringdp imports torch, which takes seconds: keeps signals that are for its ranks."""
+"""Runs in the launcher before ringdp imports torch, which takes seconds: keeps signals that are for its ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def hold() -> None:
-    """Keep `RANK_SIGNALS` until there are handlers for them; `release` gives those that came."""
+    """Keep `RANK_SIGNALS` until `release` delivers those that came to their handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
 
 
 def release() -> None:
-    """There are handlers: what `hold` kept comes now."""
+    """Deliver the signals that `hold` kept; called when there are handlers."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
 
 

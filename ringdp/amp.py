@@ -1,7 +1,7 @@
 """Loss scaling that agrees across ranks: `GradScaler`, with torch's API and state dict.
 
-Whether gradients overflowed is told by the reduction that averaged them, on every rank alike: nothing is looked at
-twice, and no rank has to ask another.
+The reduction that averaged the gradients reports on every rank whether they overflowed: no gradient is read twice, and
+the ranks need no further communication.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._announced(scaled, self._loss_scale.read()) if self._enabled else scaled
 
     def _announced(self, scaled: Any, scale: float) -> Any:
-        """`scaled`, whose backward tells the reducers its scale, and at its end asks what they saw."""
+        """`scaled`, whose backward gives the reducers its scale and at its end reads whether they saw an overflow."""
         if isinstance(scaled, Tensor):
             if scaled.grad_fn is not None:
                 scaled.grad_fn.register_prehook(_Announcement(scale))
@@ -86,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """As torch's, but gradients whose reduction has told that they are finite are only multiplied."""
+        """As torch's, but gradients that their reduction reported finite are only multiplied."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ids = {id(parameter) for parameter in parameters}
         known = {one: one.finite() for one in of_all_wrappers() if one.reduces_any(ids)}
@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         return verdicts
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """For optimizers that unscale by themselves (``fused=True``): what is known is left as it is."""
+        """For optimizers that unscale by themselves (``fused=True``): gradients known to be finite stay scaled."""
         self._only_looks = True
         try:
             return super()._check_inf_per_device(optimizer)
@@ -133,7 +133,7 @@ class GradScaler(torch.amp.GradScaler):
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale, as torch's; tells of skipped steps.
+        """Adapt the scale, as torch's, and log skipped steps.
 
         Raises:
             GradientOverflowError: no step was taken in 50 updates.
@@ -162,7 +162,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class _Announcement:
-    """A hook of a scaled output, called when its backward begins: tells the reducers its scale, and has `_look` called
+    """A hook of a scaled output, called when its backward begins: gives the reducers its scale, and has `_look` called
     when they are done."""
 
     def __init__(self, scale: float) -> None:
@@ -185,13 +185,13 @@ def _look() -> None:
 
 
 class _Skips:
-    """Which of the last steps were skipped, and because of whom."""
+    """Which of the last steps were skipped, and by which ranks' gradients."""
 
     def __init__(self) -> None:
         self.culprit: Overflow | None = None  # since the last update
         self._last: deque[bool] = deque(maxlen=_REMEMBERED_STEPS)
         self._in_a_row = 0
-        self._told: tuple[Any, ...] | None = None
+        self._described: tuple[Any, ...] | None = None
 
     def add(self, skipped: bool, scaler: GradScaler) -> None:
         culprit, self.culprit = self.culprit, None
@@ -213,10 +213,10 @@ class _Skips:
                 advice="look for a NaN or an infinity in the inputs, the parameters or the loss",
             )
         what = (culprit.parameter, culprit.ranks)
-        if what == self._told:
+        if what == self._described:
             return
-        self._told = what
-        # What all ranks say alike, one says aloud.
+        self._described = what
+        # All ranks have the same line: rank 0 logs it above debug level.
         level = logging.WARNING if culprit.ranks is None or culprit.rank == 0 else logging.DEBUG
         _log.log(level, "step skipped: %s; %s; the loss scale is now %g", culprit, how_often, scaler.get_scale())
 

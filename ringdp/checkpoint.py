@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all, checked when they are read, and the same for all ranks.
+"""Checkpoints that are either complete or absent, verified when they are read, and the same for all ranks.
 
     checkpoint.save("checkpoints", step, {"model": model.state_dict(), ...}, own=checkpoint.rng_state())
     found = checkpoint.load("checkpoints")                  # the newest whole one, or None
@@ -68,18 +68,19 @@ def save(
     keep: int = 3,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint and return on every rank when it is safe on rank 0's disk; then drop old ones.
+    """Write a checkpoint, return on every rank when it is on rank 0's disk, and delete old ones.
 
     Args:
         folder: made where it is missing. One job at a time may write there.
         step: a number from 0 on, the same on all ranks; a checkpoint of the same step is replaced.
-        shared: what all ranks have alike, such as state dicts; only rank 0's is written.
-        own: what each rank has for itself and is small, such as `rng_state`.
+        shared: values that are equal on all ranks, such as state dicts; only rank 0's are written.
+        own: small values of this rank alone, such as `rng_state`.
         keep: how many checkpoints up to this step remain. Newer ones are left alone.
         group: a process group; the default group if None.
 
     Raises:
-        SystemResourceError: it cannot be written, on all ranks, for example for want of space; the ones before stay.
+        SystemResourceError: it cannot be written, for example for want of space; raised on all ranks; earlier
+            checkpoints stay.
         InvalidArgumentError: ``shared`` or ``own`` has types that cannot be loaded safely, or a number is wrong.
         MismatchError: another rank's arguments cannot be used, or the ranks are at different steps.
         InvalidStateError: before `ringdp.init`, or this process is not in ``group``.
@@ -88,8 +89,8 @@ def save(
 
     def save_together() -> None:
         mine = together(lambda: _checked(step, keep, own), members, "ringdp.checkpoint.save")
-        told = all_gather_bytes(mine, members)
-        for rank, line in enumerate(told):
+        gathered = all_gather_bytes(mine, members)
+        for rank, line in enumerate(gathered):
             if (other := int.from_bytes(line[:8], "little")) != step:
                 raise MismatchError(f"ringdp.checkpoint.save: this rank is at step {step}, rank {rank} at {other}")
         content = {
@@ -97,7 +98,7 @@ def save(
             "step": step,
             "world_size": members.size(),
             "shared": shared,
-            "own": [as_tensor(line[8:]) for line in told],
+            "own": [as_tensor(line[8:]) for line in gathered],
         }
 
         def write() -> None:
@@ -166,8 +167,8 @@ def set_rng_state(state: dict[str, Any] | None) -> None:
     """Put the generators where `rng_state` found them.
 
     None leaves them as they are: `Checkpoint.own` is None where another number of ranks saved, whose states would not
-    fit these ranks. Seed them by rank and step then, if this run is to draw other numbers than the one before. What is
-    not here now, a GPU or NumPy, is left out.
+    fit these ranks. Seed them by rank and step then, if this run is to draw other numbers than the one before. The
+    state of a GPU or of NumPy is ignored where this process has none.
     """
     if state is None:
         return
@@ -226,17 +227,17 @@ def _require_loadable(file: Any, what: str, values: Any) -> None:
 
 
 def _look_into(file: Any) -> Any:
-    """What `torch.load` makes of it, if it can without the memory of the tensors."""
+    """The result of `torch.load` on the content, without the memory of the tensors where that is possible."""
     begin = file.tell()
     try:
         return torch.load(file, weights_only=True, map_location="meta")
-    except NotImplementedError:  # quantized tensors have no kind without memory
+    except NotImplementedError:  # quantized tensors cannot be loaded without memory
         file.seek(begin)
         return torch.load(file, weights_only=True, map_location="cpu")
 
 
 def _place(what: str, values: Any) -> str:
-    """Of the one value that cannot be saved, if it is in containers: `` at shared['model']['weight']``."""
+    """The place of the value that cannot be saved, where it is inside containers: `` at shared['model']['weight']``."""
     found = _path_to_unsaved(values)
     return f" at {what}{found}" if found else ""
 
@@ -261,14 +262,14 @@ def _can_be_saved(value: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """torch's cause without its page of advice."""
+    """torch's error without its paragraphs of advice."""
     text = str(error)
     found = re.search(r"WeightsUnpickler error: (.*?)(\. |\n|$)", text)
     return found[1] if found else text.partition("\n")[0]
 
 
 class _Writer:
-    """A file for torch.save, which hides in a RuntimeError of its own what the system said."""
+    """A file for torch.save that keeps the system's OSError, which torch replaces with a RuntimeError of its own."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file = file
@@ -316,7 +317,7 @@ def _write(folder: Path, step: int, content: dict[str, Any]) -> str:
         _flush_folder(folder)
         return name
     except OSError as error:
-        _remove(unfinished)  # which is in the way of what is measured now
+        _remove(unfinished)  # frees its space before the free space is measured
         raise SystemResourceError(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror}"
             f"{_room(error, folder, content)}; the ones before are as they were"
@@ -346,7 +347,7 @@ class _Counter:
 
 
 def _room(error: OSError, folder: Path, content: dict[str, Any]) -> str:
-    """How much room there is, and how much is wanted, where that is why."""
+    """The needed and the free bytes, where the disk was full."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     counter = _Counter()

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RingError(RuntimeError):
-    """Base of all of ringdp's errors; the fields say who, where and what (None where it is not known).
+    """Base of all of ringdp's errors; the fields name ranks, hosts and the operation (None where not known).
 
     Attributes:
         rank: the rank that raises.
@@ -14,14 +14,14 @@ class RingError(RuntimeError):
         peer: the rank that caused it.
         peer_host: the host of that rank.
         peer_pid: its process id.
-        operation: what was going on, for example ``all_reduce #17 (float32[4096], SUM)``.
+        operation: the operation that failed, for example ``all_reduce #17 (float32[4096], SUM)``.
         sequence: the operation's number within its group.
         step: the training step, where RingDP knows it.
         bucket: the bucket's index, where the operation was one.
         name: names of the bucket's parameters, or the name given by ``ringdp.named``.
-        cause: the first cause in words.
+        cause: the text of the first cause.
         advice: what to do.
-        view: the number of an elastic group's members after the change that the error tells of, from 1.
+        view: the number of the view of an elastic group after the change that raised this error, from 1.
         survivors: those members, by their ranks at the start.
     """
 
@@ -67,7 +67,7 @@ class PeerLostError(RingError, ConnectionError):
 class DamagedDataError(PeerLostError):
     """A connection changed what it carried: the checksum of a frame (RINGDP_CHECKSUM) does not fit its bytes.
 
-    ``peer`` is the rank at the other end of that connection; a rank that has neither end is told which two have them.
+    ``peer`` is the rank at the other end of that connection; on a rank without an end of it the message names both.
     """
 
 
@@ -77,7 +77,7 @@ class MembershipChanged(PeerLostError):
 
 
 class ExpelledError(PeerLostError):
-    """In an elastic job: the other ranks could not reach this one and go on without it. It has to end."""
+    """In an elastic job: the other ranks could not reach this one and go on without it. Its process has to end."""
 
 
 class RingTimeoutError(RingError, TimeoutError):
@@ -97,7 +97,7 @@ class InvalidArgumentError(RingError, ValueError):
 
 
 class InvalidStateError(RingError):
-    """Used at the wrong time: before init, after shutdown, after a failure, in a forked child."""
+    """A call at the wrong time: before init, after shutdown, after a failure, in a forked child."""
 
 
 class GradientOverflowError(RingError, OverflowError):

@@ -17,7 +17,7 @@ from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, alone, device_for, require_member
 from ringdp.job.elastic import as_unit
 
-_ROOM = 256  # bytes of a rank's introduction: its weight, and what it brings in words
+_ROOM = 256  # bytes of a rank's record: its weight, and the description of its value or its error
 
 
 @overload
@@ -28,7 +28,7 @@ def mean(x: float | Tensor, weight: float | Tensor = 1.0, *, group: dist.Process
     """The mean of ``x`` over all ranks, each counting ``weight`` times: sum(weight * x) / sum(weight).
 
     ``mean(loss, len(batch))`` is the loss per sample. Every rank of the group has to call it, one with weight 0 too;
-    what such a rank has in ``x`` does not matter, not even NaN. Sums are kept in float64. All ranks get the same bits.
+    the ``x`` of such a rank is ignored, a NaN too. Sums are kept in float64. All ranks get the same bits.
     Without a process group, in a process that no launcher started, it is the mean over this one.
 
     Args:
@@ -99,7 +99,7 @@ def _kept(value: float | Tensor) -> float | Tensor:
 
 
 def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGroup) -> list[float]:
-    """Every rank's weight, where all can be used and all shapes are one; no rank goes on before all know that."""
+    """Every rank's weight. Raises on all ranks where one cannot be used or the shapes differ."""
     refusal: InvalidArgumentError | None = None
     try:
         value, factor = _checked(x, weight)
@@ -107,18 +107,18 @@ def _introduce(x: float | Tensor, weight: float | Tensor, group: dist.ProcessGro
     except InvalidArgumentError as error:
         refusal = error
         mine = struct.pack("<?d", False, 0.0) + str(error).encode()[: _ROOM - 9]
-    told = all_gather_bytes(mine, group, room=_ROOM)
+    gathered = all_gather_bytes(mine, group, room=_ROOM)
     if refusal is not None:
         raise refusal
-    usable = [struct.unpack("<?d", line[:9]) for line in told]
-    words = [line[9:].decode(errors="replace") for line in told]
+    usable = [struct.unpack("<?d", line[:9]) for line in gathered]
+    texts = [line[9:].decode(errors="replace") for line in gathered]
     for rank, (fits, _) in enumerate(usable):
         if not fits:
-            raise MismatchError(f"rank {rank} called with an invalid argument: {words[rank]}", peer=rank)
-    for rank, shape in enumerate(words):
-        if shape != words[0]:
+            raise MismatchError(f"rank {rank} called with an invalid argument: {texts[rank]}", peer=rank)
+    for rank, shape in enumerate(texts):
+        if shape != texts[0]:
             raise MismatchError(
-                f"ringdp.metrics.mean: x has shape {words[0]} on rank 0 and {shape} on rank {rank}: the shapes must"
+                f"ringdp.metrics.mean: x has shape {texts[0]} on rank 0 and {shape} on rank {rank}: the shapes must"
                 " be the same on all ranks",
                 peer=rank,
             )

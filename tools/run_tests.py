@@ -58,10 +58,10 @@ CLOSING = re.compile(r"^=* ?(?:no tests ran|\d+ (?:passed|failed|error|skipped|d
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of one pytest."""
+    """The result of one run of pytest."""
 
     status: int
-    counts: Counter[str]  # of its closing line; empty where it did not get that far
+    counts: Counter[str]  # of its closing line; empty where there was none
     outcomes: Mapping[str, Mapping[str, str]]  # of each test (node id): setup, call and teardown, as far as they ran
 
     @property
@@ -105,7 +105,7 @@ def run_part(name: str, arguments: Sequence[str], only: Sequence[str] = ()) -> R
 
 def pytest_configure(config: pytest.Config) -> None:
     """pytest's hook, for the processes that run_part starts: report to it, and run only what it names."""
-    if hasattr(config, "workerinput"):  # the process that leads those of pytest-xdist hears of every test
+    if hasattr(config, "workerinput"):  # the leading process of pytest-xdist gets the reports of every test
         return
     config.pluginmanager.register(Reporter(Path(os.environ.pop(REPORTS))))  # tests and their processes see neither
     if only := json.loads(os.environ.pop(ONLY)):

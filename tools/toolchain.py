@@ -1,7 +1,7 @@
-"""What a build of ringdp needs from the machine, checked before anything is downloaded or compiled.
+"""The requirements of a build on the machine, checked before any download or compilation.
 
 Used by setup.py and by tools/environment.py, which run before anything is installed: standard library only.
-Each check returns what it found, or raises SetupError with one sentence that says what to do.
+Each check returns its result, or raises SetupError with one sentence that has a remedy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ void sleep_on() { flag.wait(0); }
 
 
 class SetupError(Exception):
-    """The machine lacks something; the message is one sentence that says what to do."""
+    """The machine does not meet a requirement; the message is one sentence with a remedy."""
 
 
 def check_platform() -> None:

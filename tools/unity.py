@@ -49,7 +49,8 @@ def sources(*folders: str, suffix: str = "cpp") -> list[Path]:
 
 
 def core_units(*folders: str) -> list[str]:
-    """What to compile for these folders of the core: a unit for each folder of `TOGETHER`, the other files alone."""
+    """The files to compile for these folders of the core: a unit for each folder of `TOGETHER`, the other files
+    alone."""
     compiled = []
     for folder in folders:
         if switched_on() and folder in TOGETHER:
@@ -64,7 +65,7 @@ def torch_sources() -> list[Path]:
 
 
 def torch_units() -> tuple[list[str], list[str]]:
-    """What to compile of csrc/torch: the bindings, which are glue and need little optimisation, and the others."""
+    """The files to compile of csrc/torch: the bindings, which are glue and need little optimisation, and the others."""
     groups: dict[str, list[Path]] = {name: [] for name in TORCH_GROUPS.values()}
     for path in torch_sources():
         groups[torch_group(path)].append(path)

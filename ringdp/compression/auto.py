@@ -19,13 +19,13 @@ ALLOW: Mapping[str, tuple[str, ...]] = {
     "4bit": ("bf16", "int8", "int4"),
     "aggressive": ("bf16", "int8", "int4", "topk"),
 }
-"""What each permission allows beside exact gradients, from mild to lossy."""
+"""The codes that each permission allows beside exact gradients, from mild to lossy."""
 
 
 @register("auto")
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """Whatever is fastest of what `allow` permits, from measured speeds: ``RingDP(..., compression="auto")``.
+    """The fastest of the codes that `allow` permits, by measured speeds: ``RingDP(..., compression="auto")``.
 
     ringdp/ddp/compression/auto.py measures, ringdp/ddp/compression/tuner.py decides. It is not a compressor itself.
 

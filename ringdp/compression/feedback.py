@@ -1,4 +1,4 @@
-"""Error feedback: what a lossy code left out is not forgotten. A plug-in beside the compressor."""
+"""Error feedback: adds the error of a lossy code to the next gradient. A plug-in beside the compressor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State: TypeAlias = dict[str, Any]
 
 @runtime_checkable
 class Feedback(Protocol):
-    """Changes what a compressor is given, and keeps what it lost.
+    """Changes the input of a compressor, and keeps its error.
 
     `state` is a dict of one parameter's elements (a part of it, where ranks own parts). It is checkpointed. Put new
     tensors into it, never change one in place: an overflow anywhere takes the step back. Tensors of floating point
@@ -24,25 +24,25 @@ class Feedback(Protocol):
     methods that send differences; its state is one more dict, the same on all ranks. With it, a rank's own part goes
     through `before` and `after` too, without loss. ``owner``: another plug-in for the owner's encoding of the mean;
     without it, this one. ``unscaled = True``: `x`, `decoded` and `state` are without the loss scale. ``sums = False``:
-    what is sent over the steps is not the sum of the gradients. ``owed``: names of tensors in `state` that hold what
-    was left out so far, by element, for checkpoints that load at another world size; others are averaged over the
+    the sum of the decoded codes over the steps is not the sum of the gradients. ``owed``: names of tensors in `state`
+    that hold the residual, by element, for checkpoints that load at another world size; others are averaged over the
     ranks.
     """
 
     def before(self, x: Tensor, state: State) -> Tensor:
-        """What to encode instead of `x` (float32 ``[numel]``, not to be changed)."""
+        """The elements to encode instead of `x` (float32 ``[numel]``, not to be changed)."""
         ...
 
     def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
-        """Remember: `x` is what `before` gave, `decoded` what all ranks will make of its code."""
+        """Update `state`: `x` is the result of `before`, `decoded` the elements that all ranks decode of its code."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback:
-    """What was lost is added to the next gradient: e' = (x + e) - decode(encode(x + e)).
+    """The error is added to the next gradient: e' = (x + e) - decode(encode(x + e)).
 
-    The sum of what was sent over all steps is then the sum of the gradients, but for the last residual. Seide et al.,
+    The sum of the decoded codes of all steps is then the sum of the gradients, but for the last residual. Seide et al.,
     "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
     """
 
@@ -57,10 +57,11 @@ class ErrorFeedback:
 
 @dataclasses.dataclass(frozen=True)
 class EF21:
-    """Ranks send how their gradient differs from an estimate that sender and receivers keep: g' = g + C(x - g).
+    """Ranks send the difference between their gradient and an estimate that sender and receivers keep: g' = g + C(x -
+    g).
 
     The mean of the estimates takes the gradient's place. Richtárik, Sokolov, Fatkhullin, arXiv 2106.05203, algorithm 1;
-    the owner's second encoding feeds back what it loses of the mean difference, as EF21-BC does (arXiv 2110.03294).
+    the owner's second encoding feeds back its error of the mean difference, as EF21-BC does (arXiv 2110.03294).
     """
 
     owner: ClassVar[Feedback] = ErrorFeedback()

@@ -88,7 +88,8 @@ def other_parameters(module: torch.nn.Module, known: Iterable[ModelParameter]) -
 
 
 def clean_name(name: str) -> str:
-    """`name`, of a parameter or module, without what wrappers put into it: ``0.weight`` for ``_orig_mod.0.weight``."""
+    """`name`, of a parameter or module, without the parts that wrappers put into it: ``0.weight`` for
+    ``_orig_mod.0.weight``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
@@ -207,7 +208,7 @@ def _made_by_hook(use: _Use) -> list[_Use]:
 
 
 def _is_magnitude(use: _Use, parameter: torch.Tensor) -> bool:
-    """Whether this is what weight normalisation splits off, of shape [n, 1, …]."""
+    """Whether this is the magnitude of weight normalisation, of shape [n, 1, …]."""
     module, long = use.place.module, sum(length > 1 for length in parameter.shape)
     if isinstance(module, ParametrizationList):
         return long <= 1 and use.local_name == "original0" and hasattr(module, "original1")

@@ -1,4 +1,4 @@
-"""Who owns which elements of a parameter: the same formula as the core's, docs/reference/wire_format.md has it.
+"""The owners of a parameter's elements: the same formula as the core's, which docs/reference/wire_format.md has.
 
 A parameter of `count` elements is cut into units of 256, the last one shorter. The units are dealt to the parts as
 evenly as they go, and `owner_offset`, a hash of the name, says which parts get one more: many small parameters load

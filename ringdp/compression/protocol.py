@@ -1,4 +1,4 @@
-"""What a compressor is, and what it is told about the tensor in its hands."""
+"""The interface of a compressor, and the facts about its tensor that it is given."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Info:
         loss_scale: by how much the gradients are larger than without loss scaling.
         phase: ``rank`` while this rank's gradient is encoded, ``owner`` while the owner encodes the mean.
         part: which part of the parameter this is, 0 for all of it.
-        state: a dict of this parameter's, part's and phase's own. What `compress` leaves in it is there in the next
-            step and in checkpoints, unless a gradient overflowed: then the step leaves no trace. Replace tensors in
+        state: a dict of this parameter's, part's and phase's own. Values that `compress` puts into it are there in the
+            next step and in checkpoints, unless a gradient overflowed: then the step's are dropped. Replace tensors in
             it, never change them in place. Empty in `decompress`.
     """
 
@@ -101,19 +101,19 @@ class Info:
 class Compressor(Protocol):
     """Turns elements into fewer bytes and back; two methods are all that is needed.
 
-    Optional attributes, with what holds where they are missing:
+    Optional attributes, with their defaults:
         aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
             as an all-reduce; ``merge``: the same for payloads that the compressor can add up by itself, see
-            `MergeCompressor`; ``gather``: everyone decodes everyone's payload; ``sum``: payload tensors are added up,
+            `MergeCompressor`; ``gather``: each rank decodes all payloads; ``sum``: payload tensors are added up,
             for linear methods; ``rounds``: see `RoundsCompressor`. docs/start/custom_compressors.md has the costs.
         fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
             sizes before each exchange of payloads.
         carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them
-            itself, and tells the other ranks.
+            itself, and reports them to the other ranks.
         error_feedback: True for `ErrorFeedback`, or an object with its methods (None).
         entries: of sparse codes: a method ``entries(payload) -> int``, how many elements a payload holds; then
             `CompressionStats` has densities (None).
-        native: name of the core's codec that does the very same, in C++ (None).
+        native: name of the core's codec that does the same, in C++ (None).
     """
 
     def compress(self, x: Tensor, info: Info) -> Payload:
@@ -121,25 +121,26 @@ class Compressor(Protocol):
         ...
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        """float32 ``[numel]`` from what `compress` gave on any rank; new, or at least not changed later."""
+        """float32 ``[numel]`` from a result of `compress` on any rank; new, or at least not changed later."""
         ...
 
 
 @runtime_checkable
 class RoundsCompressor(Protocol):
-    """A compressor that talks more than once, with ``aggregate = "rounds"``: one method, a generator.
+    """A compressor that communicates more than once, with ``aggregate = "rounds"``: one method, a generator.
 
     `average` gets all parameters of a bucket that it compresses: `xs`, float32 ``[numel]`` each, not to be changed, and
     their `infos`. It may yield, as often as it likes and on all ranks in the same order and shapes,
 
     - a list of tensors of any dtype: they are added over the ranks, in place, and divided by the number of ranks that
       have input where they are of floating point;
-    - one tensor: it is sent ``[ranks, *shape]``, what each rank has, in rank order.
+    - one tensor: it is sent ``[ranks, *shape]``, the tensors of all ranks, in rank order.
 
-    It returns the means, float32 ``[numel]`` each. They must follow from what came back, and from `Info.generator`, so
-    that all ranks have the same bits. Error feedback adds what this rank's gradient had more than the mean to the next.
-    ``error_feedback`` and ``carries_nan`` are looked at; ``fixed_size`` and ``native`` are not. ``per_parameter``, True
-    where each parameter's mean depends on that parameter alone (False), is what ``RingDP(reproducible=True)`` asks for.
+    It returns the means, float32 ``[numel]`` each. They must depend only on the tensors that came back and on
+    `Info.generator`, so that all ranks have the same bits. Error feedback adds what this rank's gradient had more than
+    the mean to the next. ``error_feedback`` and ``carries_nan`` count; ``fixed_size`` and ``native`` do not.
+    ``per_parameter`` (False) is True where each parameter's mean depends on that parameter alone, which
+    ``RingDP(reproducible=True)`` requires.
     """
 
     @property
@@ -148,7 +149,7 @@ class RoundsCompressor(Protocol):
         ...
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
-        """Yield what is to be exchanged; return the means."""
+        """Yield the tensors to be exchanged; return the means."""
         ...
 
 
@@ -159,13 +160,12 @@ class MergeCompressor(Compressor, Protocol):
     def merge(
         self, payloads: Sequence[Payload], info: Info, divisor: float, residual: Tensor | None, back: float
     ) -> Payload:
-        """One payload of the sum of what `payloads` hold, added in their order, by `divisor`.
+        """One payload of the sum of `payloads`, added in their order, by `divisor`.
 
-        What of that it cannot hold, times `back`, is added to `residual` (float32 ``[numel]``) in place, where there is
-        one.
+        Its error, times `back`, is added to `residual` (float32 ``[numel]``) in place, where there is one.
         """
         ...
 
 
 Compression: TypeAlias = str | Compressor | RoundsCompressor | None
-"""What chooses a compressor: a registered name, an object, or None for exact gradients."""
+"""The choice of a compressor: a registered name, an object, or None for exact gradients."""

@@ -57,13 +57,13 @@ def names() -> list[str]:
 
 
 def get(spec: Compression, **options: Any) -> Compressor | None:
-    """The compressor that `spec` says: a registered name, a compressor, or None, which is none (exact).
+    """The compressor of `spec`: a registered name, a compressor, or None for exact gradients.
 
     Args:
         options: for the class or function behind a name, for example ``get("int8", block=128)``.
 
     Raises:
-        InvalidArgumentError: the name is not registered, or the object is not a compressor; says what is missing.
+        InvalidArgumentError: the name is not registered, or the object is not a compressor; names the missing method.
     """
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""Which rules speak of which parameters, and what to say of those that speak of none."""
+"""The rules and the parameters that they fit, and the messages about rules that fit none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_TYPES = 8
 
 
 class RuleUse:
-    """The rules of one model beside its parameters.
+    """The rules of one model compared with its parameters.
 
     Args:
         rules: checked.
@@ -34,14 +34,14 @@ class RuleUse:
         self._fit: list[list[ModelParameter]] = [[] for _ in rules.pairs]
         self._first: list[list[ModelParameter]] = [[] for _ in rules.pairs]  # for which the rule counts
         self._earlier: list[set[int]] = [set() for _ in rules.pairs]  # the rules that count in its place
-        self._exact: dict[str, str] = {}  # why, by name
+        self._exact: dict[str, str] = {}  # reasons, by name
         for one in parameters:
             self.add(one)
         for one in left_out:
             self.add(one, why_always_exact(one) or "is left out of data parallelism")
 
     def add(self, one: ModelParameter, exact: str | None = None) -> None:
-        """Another parameter of the model. `exact`: why it is never compressed, in words."""
+        """Add a parameter of the model. `exact`: the reason for which it is never compressed, as text."""
         exact = exact or why_always_exact(one)
         self._parameters.append(one)
         if exact is not None:
@@ -56,9 +56,9 @@ class RuleUse:
 
     @property
     def unmatched(self) -> list[str]:
-        """A sentence for each rule that no parameter fits, with what there is in its place."""
+        """A sentence for each rule that no parameter fits, with the closest names."""
         return [
-            f"no parameter fits {self._rules.words(number)}: {self._instead(number)}"
+            f"no parameter fits {self._rules.describe(number)}: {self._instead(number)}"
             for number, fit in enumerate(self._fit)
             if not fit
         ]
@@ -66,19 +66,19 @@ class RuleUse:
     @property
     def without_effect(self) -> list[str]:
         """A sentence for each rule that parameters fit, and that changes nothing for any of them."""
-        told = []
+        gathered = []
         for number, (fit, first) in enumerate(zip(self._fit, self._first, strict=True)):
-            words, compressor = self._rules.words(number), self._rules.pairs[number][1]
+            words, compressor = self._rules.describe(number), self._rules.pairs[number][1]
             if fit and not first:
-                earlier = [self._rules.words(one) for one in sorted(self._earlier[number])]
+                earlier = [self._rules.describe(one) for one in sorted(self._earlier[number])]
                 come = "comes" if len(earlier) == 1 else "come"
-                told.append(f"{words}, never counts: {' and '.join(earlier)}, {come} first for {_listed(fit)}")
+                gathered.append(f"{words}, never counts: {' and '.join(earlier)}, {come} first for {_listed(fit)}")
             elif first and compressor is not None and all(one.name in self._exact for one in first):
-                told.append(f"{words}, has no effect: {self._why_exact(first)}")
-        return told
+                gathered.append(f"{words}, has no effect: {self._why_exact(first)}")
+        return gathered
 
     def refuse_unmatched(self) -> None:
-        """Where the rules say that this is an error.
+        """Raise for rules that fit no parameter, where the rules say that this is an error.
 
         Raises:
             InvalidArgumentError: no parameter fits some rule; says which, and the closest names.
@@ -92,7 +92,7 @@ class RuleUse:
 
     @property
     def warnings(self) -> list[str]:
-        """What to tell the user, where `refuse_unmatched` has raised nothing."""
+        """The warnings for the user, where `refuse_unmatched` has raised no error."""
         return [*self.unmatched, *self.without_effect]
 
     def _why_exact(self, ones: Sequence[ModelParameter]) -> str:
@@ -119,7 +119,7 @@ class RuleUse:
 
 
 def closest(pattern: str, names: Sequence[str]) -> list[str]:
-    """What a pattern may have meant: names, or where it has wildcards patterns of that form that some name fits."""
+    """Suggestions for a pattern: names, or where it has wildcards patterns of that form that some name fits."""
     parts = [name.split(".") for name in names]
     if pattern.startswith("*") and pattern.endswith("*"):
         candidates = [f"*{part}*" for words in parts for part in words]

@@ -1,4 +1,4 @@
-"""Which compressor a parameter gets: by its names, its size, or the modules it belongs to."""
+"""The compressor of each parameter: by its names, its size, or the modules it belongs to."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Rules:
     """The rules of one model, checked; ask `of` about a parameter.
 
     Args:
-        compression: for what no rule speaks of: a name, a compressor, or None for exact.
+        compression: for parameters that no rule fits: a name, a compressor, or None for exact.
         rules: pairs of a condition and a name, a compressor or None; the first that fits is taken. A condition is a
             pattern of names as the shell has them (``"*.bias"``, ``"head.*"``), a range of sizes in elements
             (``range(0, 65536)``), a function of that size, or a type of module, whose own parameters are meant.
-        unmatched_rules: what a rule is that no parameter of the model fits: ``"error"``, or ``"warn"`` where rules are
-            meant for several models.
+        unmatched_rules: the treatment of a rule that no parameter of the model fits: ``"error"``, or ``"warn"`` where
+            rules are meant for several models.
 
     A parameter has all names and modules under which the model has it; tied weights have several. A weight that is
     computed from other parameters (`torch.nn.utils.parametrize`, ``weight_norm``) stands for them: its name, and the
-    module that has it, fit them too. What `torch.compile`, torch's checkpoint wrapper and DDP put into names is left
-    out, in patterns as well.
+    module that has it, fit them too. The parts of names from `torch.compile`, torch's checkpoint wrapper and DDP are
+    left out, in patterns as well.
 
     Without a rule of their own these stay exact: parameters of at most one dimension (biases, norms, the magnitudes of
-    ``weight_norm``), those of normalisation layers, tensors under 1,024 elements, and what is not a dense real
-    floating-point tensor, whatever the rules say of that last kind.
+    ``weight_norm``), those of normalisation layers, tensors under 1,024 elements, and tensors that are not dense, real
+    and floating-point, of which rules cannot say otherwise.
 
     Raises:
         InvalidArgumentError: a condition or compressor that cannot be used.
@@ -108,13 +108,13 @@ class Rules:
                 fits = _fits(condition, one)
             except Exception as error:
                 raise InvalidArgumentError(
-                    f"{self.words(number)}, raised {type(error).__name__} for {one.name!r} of {one.parameter.numel()}"
-                    f" elements: {error}"
+                    f"{self.describe(number)}, raised {type(error).__name__} for {one.name!r} of"
+                    f" {one.parameter.numel()} elements: {error}"
                 ) from error
             if fits:
                 yield number
 
-    def words(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """A rule by its place and its condition: ``rule 2 of 3, '*.bias'``; the same on all ranks."""
         condition = self.pairs[number][0]
         if isinstance(condition, str | range):
@@ -143,7 +143,7 @@ def assign(
 
 
 def why_always_exact(one: ModelParameter) -> str | None:
-    """Why no rule can have this parameter compressed; None where one can."""
+    """The reason for which no rule can have this parameter compressed; None where one can."""
     if one.sparse:
         return "has sparse gradients"
     if not one.parameter.is_floating_point():
@@ -170,5 +170,5 @@ def _fits(condition: Condition, one: ModelParameter) -> bool:
 
 
 def _is_like(name: str, pattern: str) -> bool:
-    """A name is also meant by itself, whatever it has of what patterns are made of."""
+    """A name also fits itself, even where it has characters of patterns."""
     return name == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -1,13 +1,13 @@
-"""What compression remembers, as RingDP and `ddp_hook` save it: exact for each rank, or one for any number of ranks.
+"""The state of compression, as RingDP and `ddp_hook` save it: exact for each rank, or one for any number of ranks.
 
 Exact: ``{"format", "world_size", "steps", …, "ranks": {"2": {name: entry}}}``, with this rank's entries only, so that
 torch.distributed.checkpoint keeps those of all ranks apart. Consolidated: ``"parameters": {name: entry}`` in place of
 ``"ranks"``, the same on all ranks.
 
-An entry has ``"compressor"``, in words, and whatever is remembered of the parameter, one tensor for all parts wherever
-that can be, in row-major order: ``residual`` for what error feedback still owes (its plug-in names such tensors in
-``owed``), whichever phase left it: float32 ``[numel]``. Other tensors with a value for each element:
-``kind/phase/name``, ``[numel]``. What else there is belongs to a part: ``kind/phase/part/name``.
+An entry has ``"compressor"``, a description, and the states of the parameter, one tensor for all parts where that can
+be, in row-major order: ``residual`` for the residual of error feedback (its plug-in names such tensors in ``owed``) of
+any phase: float32 ``[numel]``. Other tensors with a value for each element: ``kind/phase/name``, ``[numel]``. All other
+values belong to a part: ``kind/phase/part/name``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class State:
 
     Attributes:
         world_size: of the job that saved it.
-        rank: whose it is; None: consolidated.
+        rank: that saved it; None: consolidated.
         entries: by parameter.
         steps: synchronised backwards so far.
         exact_until: the step at which warm-up ends.
@@ -60,7 +60,7 @@ class State:
 
     @classmethod
     def read(cls, state: Any, rank: int, ranks: int) -> State:
-        """What `rank` of `ranks` goes on from.
+        """The part of `state` for `rank` of `ranks`.
 
         Raises:
             InvalidArgumentError: it is not such a state, or an exact one of another rank or number of ranks.
@@ -95,9 +95,9 @@ def _check_rank(saved_for: list[Any], saved_by: int, rank: int, ranks: int) -> N
 
 
 def check_compressor(name: str, entry: Any, described: str) -> None:
-    """Raise InvalidArgumentError unless the entry of `name` is of the compressor that these words describe."""
+    """Raise InvalidArgumentError unless the entry of `name` has this description of its compressor."""
     if isinstance(entry, Mapping) and entry.get("order") == "memory":
-        return  # it does not say
+        return  # it has no description
     compressor = field(entry, "compressor", str, f"the compression state's entry of {name!r}")
     if compressor != described:
         raise InvalidArgumentError(
@@ -108,14 +108,14 @@ def check_compressor(name: str, entry: Any, described: str) -> None:
 
 
 def entry_of(section: Section, parameter: Tensor, saved: Saved) -> Saved:
-    """What `save` gave, as a state has it."""
+    """The result of `save`, in the form of a state."""
     return {"compressor": describe(section.compressor)} | {
         path: row_by_row(parameter, value) for path, value in saved.items()
     }
 
 
 def from_entry(parameter: Tensor, entry: Mapping[str, Any]) -> Saved:
-    """What `load` takes."""
+    """The reverse: the input of `load`."""
     as_it_is = entry.get("order") == "memory"
     return {
         path: value if as_it_is else _in_memory(parameter, value)
@@ -141,7 +141,7 @@ def save(section: Section, remembered: Remembered) -> Saved:
 
 
 def load(section: Section, saved: Saved, rank: int, *, consolidated: bool = False) -> Remembered:
-    """What one rank remembers then, in tensors of its own.
+    """The states of one rank, in tensors of its own.
 
     Args:
         consolidated: `saved` is the mean over ranks: the owner alone keeps the residual.
@@ -224,7 +224,7 @@ def share(section: Section, path: str, value: Tensor, rank: int, ranks: int) -> 
 
 
 def share_of_residual(residual: Tensor, owned: Tensor, ranks: int) -> Tensor:
-    """This rank's term of the residual of the mean over ranks: an n-th, but all of what it owns.
+    """This rank's term of the residual of the mean over ranks: an n-th, but all of the elements that it owns.
 
     A rank's residual reaches the mean divided by n, the owner's as it is, so the sum of all shares is the residual of
     the mean.
@@ -247,8 +247,8 @@ def _keeps_float32(section: Section, words: list[str]) -> bool:
     return (len(words) == 1 or words[0] == "feedback") and isinstance(section.feedback, ErrorFeedback | EF21 | DGC)
 
 
-# States are row by row. What is sent, and so what is remembered of it, has the order of the parameter's memory, which
-# may be another one (channels_last).
+# States are row by row. Codes, and so the states of compressors, have the order of the parameter's memory, which may be
+# another one (channels_last).
 
 
 def row_by_row(parameter: Tensor, value: Any) -> Any:

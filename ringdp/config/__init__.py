@@ -1,4 +1,4 @@
-"""What the environment tells a process: ringdp's own variables, and its place in the job, as a launcher put it there.
+"""What a process reads from its environment: ringdp's own variables, and the place in the job that its launcher set.
 
 `variables` has the table of all ``RINGDP_*`` variables and reads them; `environments` knows the launchers.
 """

@@ -80,7 +80,7 @@ def mark(environ: Mapping[str, str], *, pid: int, rank: int, world_size: int, me
 
 
 def origin(environ: Mapping[str, str]) -> Origin | None:
-    """Who has left the mark in this environment; None where there is none."""
+    """The rank that has left the mark in this environment; None where there is none."""
     try:
         return Origin(**json.loads(environ[MARK]))
     except (KeyError, ValueError, TypeError):
@@ -105,7 +105,7 @@ def inherited_by_launcher(environ: Mapping[str, str]) -> list[str]:
 
 
 def has_own_agent(environ: Mapping[str, str]) -> bool:
-    """Whether the agent of torchrun that the variables tell of is this process's, and not that of a rank around it."""
+    """Whether torchrun's variables name this process's own agent, and not that of a rank that started this process."""
     it = origin(environ)
     return it is None or not it.runs or not it.gave("TORCHELASTIC_RUN_ID", environ.get("TORCHELASTIC_RUN_ID", ""))
 

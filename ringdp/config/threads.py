@@ -15,10 +15,10 @@ def threads_per_rank(cores: int, local_ranks: int, *, alone: bool = False) -> in
     """The cores of this host, shared out.
 
     torchrun's 1 leaves most of a CPU machine idle, and all cores on each rank make the ranks fight. A rank has two
-    more threads that want to run while backward computes: the one that drives communication and the one that runs
-    callbacks. With more than two cores per rank one is left to them: an intra-op pool waits for its slowest
-    thread, so a pool that shares a core with communication is slowed down as a whole. With one or two cores that
-    would cost half of the arithmetic, and sharing is cheaper.
+    more threads that run while backward computes: one drives communication, one runs callbacks. With more than two
+    cores per rank one core is left to them: an intra-op pool waits for its slowest thread, so a pool that shares a core
+    with communication is slowed down as a whole. With one or two cores that would cost half of the arithmetic, and
+    sharing is cheaper.
 
     Args:
         cores: cores this host gives the job.
@@ -33,11 +33,11 @@ def threads_by_affinity(environ: Mapping[str, str], local_ranks: int) -> int | N
     """The same for a rank that mpirun or srun has started, which may have bound it to some of the cores.
 
     Args:
-        environ: has OMP_NUM_THREADS or MKL_NUM_THREADS where the user has said it.
+        environ: has OMP_NUM_THREADS or MKL_NUM_THREADS where the user has set the number.
         local_ranks: ranks on this host.
 
     Returns:
-        None where the user has said it.
+        None where the user has set it.
     """
     if environ.get("OMP_NUM_THREADS") or environ.get("MKL_NUM_THREADS"):
         return None

@@ -4,7 +4,7 @@ A JSON object; python -m benchmarks tune writes one::
 
     {
       "ringdp_tuning": 1,
-      "machine": "what it was measured on; nothing reads it",
+      "machine": "the machine it was measured on; for people only",
       "layouts": {
         "one_host": {"fold_two_ranks_bytes": 1048576, "fold_sent_bytes": 131072},
         "one_rank_per_host": {},
@@ -14,7 +14,7 @@ A JSON object; python -m benchmarks tune writes one::
     }
 
 What is left out stays as it is built in. The order of summation, and so the last bits of a sum, follow from the table:
-all ranks of a job must use the same one, and say so when they meet.
+all ranks of a job must use the same one; the rendezvous compares it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every environment variable ringdp reads at run time, and nothing else reads one.
+"""Every environment variable that ringdp reads at run time. No other file reads one.
 
-`RingConfig` holds what the ring itself wants to know (the ``RINGDP_*`` variables), `LaunchEnvironment`
-(ringdp/config/environments) what a launcher told this process about its place in the job. Both validate themselves and
-say what is wrong in words.
+`RingConfig` holds the settings of the ring (the ``RINGDP_*`` variables), `LaunchEnvironment`
+(ringdp/config/environments) the place in the job that a launcher set. Both validate themselves: an InvalidArgumentError
+names the variable or field.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HEAL": "seconds (4) in which a TCP connection that broke is made again; 0: its rank counts as lost at once",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
     "RINGDP_TUNING": "path of a JSON table of algorithms, the same on all ranks (python -m benchmarks tune)",
-    "RINGDP_REPORT_EVERY": "after so many steps (20) the ranks tell each other how they spent them; 0: never",
+    "RINGDP_REPORT_EVERY": "steps (20) after which the ranks exchange how they spent them; 0: never",
     "RINGDP_REDUCE_ALONE": "1: one rank alone sends its buckets, too (to try NCCL on one GPU); 0: it does not",
     "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",
     "RINGDP_METRICS_DIR": "folder in which each rank writes a line of JSON for each step (ringrun --metrics-dir)",
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
-    "RINGDP_RANK_PROCESS": "set by ringdp: by it a process that a rank has started knows that it is no rank itself",
+    "RINGDP_RANK_PROCESS": "set by ringdp: a process that a rank has started reads there that it is not a rank",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
 """The variables that ringdp reads, with what they mean."""
@@ -87,7 +87,7 @@ class _Fields(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """What the ring backend can be told; `from_environment` fills it from the ``RINGDP_*`` variables.
+    """Settings of the backend ``ring``; `from_environment` fills them from the ``RINGDP_*`` variables.
 
     Also accepted as ``pg_options`` of ``torch.distributed.init_process_group("ring", pg_options=...)``.
 
@@ -120,7 +120,8 @@ class RingConfig:
         rate_bytes_per_s: what the ranks of this host together send over TCP at most, each an equal share of it, as
             through a network card of that speed; 0 for no limit. Shared memory is not limited.
         spin_us: how long a wait polls before it sleeps.
-        stall_notice_ms: how often a log line says who an operation waits for that does not move; 0 for never.
+        stall_notice_ms: time between two log lines that name the ranks for which a stalled operation waits; 0 for
+            never.
         host_silence_ms: how long a rank's host may leave everything unanswered before the rank counts as lost. A
             stopped or busy process does not: its kernel answers.
         heal_ms: how long a rank tries to make a TCP connection again that broke, before it counts the peer as lost; 0
@@ -264,7 +265,7 @@ def mark_rank(rank: int, world_size: int, meet: str | None) -> None:
 
 
 def unmark_rank() -> None:
-    """This process is a rank no more: what it starts from now on may take its place."""
+    """This process is no longer a rank: a process that it starts from now on may take its place."""
     origin = inheritance.origin(os.environ)
     if origin is None or not origin.is_this_process:
         return
@@ -282,12 +283,12 @@ def refuse_inside_rank(meet: str | None) -> None:
 
 
 def has_own_agent() -> bool:
-    """Whether the agent that torchrun's variables tell of is this process's, and not that of a rank around it."""
+    """Whether torchrun's variables name this process's own agent, and not that of a rank that started this process."""
     return inheritance.has_own_agent(os.environ)
 
 
 def report_file(environ: Mapping[str, str] | None = None) -> str | None:
-    """Where the launcher wants to read what a rank has done; None without one that asks."""
+    """The file in which the launcher expects this rank's report; None where it expects none."""
     return _of_this_job(environ).get("RINGDP_REPORT_FILE") or None
 
 
@@ -378,7 +379,7 @@ def elastic(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def host_identity(host_id: str = "") -> str:
-    """What tells this host apart: the kernel's boot id, the network namespace, and ``host_id``.
+    """The identity of this host: the kernel's boot id, the network namespace, and ``host_id``.
 
     Two containers with a network of their own count as two hosts although they share a kernel.
     """
@@ -387,7 +388,7 @@ def host_identity(host_id: str = "") -> str:
             boot = file.read().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{host_id}"
     except OSError as error:
-        raise SystemResourceError(f"cannot tell which host this is ({error}): is /proc mounted?") from error
+        raise SystemResourceError(f"this host cannot be identified ({error}): is /proc mounted?") from error
 
 
 _DDP_LOGS = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -408,13 +409,13 @@ def ddp_environment(backend: str, environ: Mapping[str, str] | None = None) -> d
 
 
 def warn_about_unknown(environ: Mapping[str, str]) -> None:
-    """Warn about ``RINGDP_*`` variables that nothing reads, most likely misspelt."""
+    """Warn about ``RINGDP_*`` variables that ringdp does not read, most likely misspelt."""
     for name, near in unknown_variables(environ).items():
         warnings.warn(f"{name} is not a variable ringdp knows; did you mean {' or '.join(near)}?", stacklevel=2)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """The ``RINGDP_*`` variables that nothing reads, each with the known ones of the most similar names."""
+    """The ``RINGDP_*`` variables that ringdp does not read, each with the known ones of the most similar names."""
     return {
         name: difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0)
         for name in sorted(environ)

@@ -1,4 +1,4 @@
-"""Which samples each rank gets: batches whose split over the ranks follows their speed."""
+"""The samples of each rank: batches whose split over the ranks follows their speed."""
 
 from ringdp.data.sampler import BalancedSampler
 

@@ -1,8 +1,9 @@
-"""What the ranks of a BalancedSampler agree on: its arguments when it is made, and new splits while it is used.
+"""The agreement of a BalancedSampler's ranks: on its arguments when it is made, and on new splits while it is used.
 
-Every 20 steps a rank tells its pace, and the first batch that it will not draw before it has the answers; training does
+Every 20 steps a rank sends its pace, and the first batch that it will not draw before it has the others'; training does
 not wait for them. A new split counts from the first batch that no rank has drawn. A rank whose DataLoader comes to that
-batch before the answers have come waits for them there: they are on their way, since all ranks tell at the same step.
+batch before the others' reports have come waits for them there: they are in flight, since all ranks send at the same
+step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
 from ringdp.data.split import Limits, Pace, shares, split
 from ringdp.errors import InvalidStateError, MismatchError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.background_gather import BackgroundGather, group_for_background
 
 _log = logging.getLogger("ringdp.data")
@@ -34,7 +35,7 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
     """The settings, which are the same on all ranks.
 
     Raises:
-        InvalidArgumentError: this rank's cannot be used; the others learn why.
+        InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
     if group is None:
@@ -53,16 +54,16 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others.
+    """A rank's report to the others.
 
     Attributes:
         measured: its pace.
         work: of a usual batch, over all ranks.
         horizon: the first batch that it promises not to draw before it has the answers.
-        step: which one this is.
+        step: the step of this report.
         committed: batches that are trained.
         most: samples that it takes at most.
-        checksum: of how those were split.
+        checksum: of their split.
     """
 
     measured: Measured
@@ -110,33 +111,34 @@ class Agreement:
         self._pending: BackgroundGather | None = None
         self._horizon = 0
         self._drawn = 0  # batches up to this one were drawn at some time
-        self._told_step = 0
+        self._reported_step = 0
         self._changed_step: int | None = None
         self._most = settings.limits.most[self._rank]
 
     def take_at_most(self, samples: int) -> None:
-        """This rank does, from the next plan on that all ranks agree on."""
+        """Limit this rank to `samples` from the next agreed plan on."""
         self._most = min(self._most, samples)
 
     def before_drawing(self, index: int) -> None:
         """Wait for the answers if batch `index` may belong to a new split."""
         if self._pending is not None and index >= self._horizon:
-            self._hear()
+            self._read()
         self._drawn = max(self._drawn, index + 1)
 
     def step(self, step: int, committed: int, checksum: int, speed: SpeedModel, work: float) -> None:
-        """After step `step`, in the forward of the next: on all ranks at the same place between their operations."""
-        if self._group is None or step == self._told_step or not (step == _FIRST_STEP or step % STEPS_BETWEEN == 0):
+        """Send a report after step `step`, in the forward of the next: on all ranks at the same place between their
+        operations."""
+        if self._group is None or step == self._reported_step or not (step == _FIRST_STEP or step % STEPS_BETWEEN == 0):
             return
-        self._hear()
-        self._told_step = step
+        self._read()
+        self._reported_step = step
         self._horizon = self._drawn + _AHEAD
         if self._background is None:
             self._background = group_for_background(self._group, "sampler")
         report = Report(speed.measured(), work, self._horizon, step, committed, self._most, checksum)
         self._pending = BackgroundGather(report.packed(), self._background, f"paces of the ranks after step {step}")
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

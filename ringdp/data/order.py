@@ -1,4 +1,4 @@
-"""Which samples make each global batch: a function of length, seed and epoch, never of ranks or speeds."""
+"""The samples of each global batch: a function of length, seed and epoch, never of ranks or speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which split counts from which batch on, and what was drawn by it. Pure."""
+"""The splits, each with its first batch, and the batches drawn by them. Pure."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         group: the ranks among which batches are split; the default process group if None.
 
     Raises:
-        InvalidArgumentError: a value that cannot be used; says which, and what is wanted.
+        InvalidArgumentError: a value that cannot be used; names the argument and the values it takes.
         MismatchError: the ranks' arguments differ, or cannot be used on another rank; names the rank and both values.
         InvalidStateError: several ranks and no process group.
     """
@@ -127,8 +127,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             start, epoch = self._start, self.epoch
         if self._settings.by_speed and self._settings.ranks > 1 and self._watched is None:
             raise InvalidStateError(
-                f"rank {self._rank}: BalancedSampler splits batches by speed, and nothing measures it: call"
-                " sampler.watch(model) with the RingDP before the first batch is drawn, or give balance='equal'"
+                f"rank {self._rank}: BalancedSampler has no times to split batches by: call sampler.watch(model) with"
+                " the RingDP before the first batch is drawn, or give balance='equal'"
             )
         order = self._batches.order(epoch)
         for index in range(start, (epoch + 1) * len(self)):
@@ -174,10 +174,10 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
     # The training's side.
 
     def watch(self, model: Any, *, forwards: int = 1) -> None:
-        """Let the times of this model's steps decide, and count its batches as trained; all ranks call it.
+        """Split by the times of this model's steps, and count its batches as trained; all ranks call it.
 
         The time of a step is this rank's own, from the beginning of the forward to the last gradient of the backward
-        that synchronises: what a rank waits for others does not count. Each forward that records gradients takes a
+        that synchronises: its waits for other ranks do not count. Each forward that records gradients takes a
         batch; those under `no_sync` are trained when a backward synchronises.
 
         Args:
@@ -193,8 +193,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             raise InvalidArgumentError(f"forwards must be a number from 1 on, not {forwards!r}")
         if self._settings.by_speed and model.device_type != "cpu":
             raise InvalidArgumentError(
-                f"the model is on {model.device_type}, and BalancedSampler measures steps by the host's clock, which"
-                " does not see when a device has done its work: give balance= a number for each rank"
+                f"the model is on {model.device_type}, whose time BalancedSampler cannot measure: give balance= a"
+                " number for each rank"
             )
         group = model.process_group
         if (group.size(), group.rank()) != (self._settings.ranks, self._rank):
@@ -210,12 +210,12 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             self._trained_is_known = True
         if self._rank == 0 and self._settings.ranks > 1 and getattr(model, "_weight", None) is None:
             _log.warning(
-                "RingDP averages over ranks, whatever each has of a batch: make it with weight='samples', or weigh the"
-                " ranks' losses by hand"
+                "RingDP counts all ranks the same and their batches are unequal: make it with weight='samples', or"
+                " weigh the ranks' losses by hand"
             )
 
     def out_of_memory(self) -> None:
-        """The batch in the model's hands did not fit into this rank's memory: call it where the error is caught.
+        """Report that the current batch did not fit into this rank's memory: call it where the error is caught.
 
         From the next split on that the ranks agree on, within about 30 steps, this rank gets at most half as many
         samples as this batch has for it. Forwards up to the backward that synchronises are of the same batch: run it
@@ -247,7 +247,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             )
 
     def commit(self, batches: int = 1) -> None:
-        """So many more batches are trained. For a model that is not watched; `watch` does it by itself.
+        """Count `batches` more as trained. For a model that is not watched; `watch` does it by itself.
 
         Raises:
             InvalidArgumentError: more than were drawn.
@@ -272,7 +272,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             self._agreement.step(watched.steps, self._committed, self._checksum, self._speed, self._work)
 
     def _settle(self) -> None:
-        """What backwards have done since the last call."""
+        """Take over the results of backwards since the last call."""
         watched = self._watched
         if watched is None or not watched.step_ended() or not (watched.batch_done or self._repeats):
             return
@@ -294,7 +294,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             self._checksum = self._checksum if drawn is None else drawn.checksum
         self._committed = self._next
 
-    # Where it is.
+    # The position.
 
     @property
     def epoch(self) -> int:
@@ -317,7 +317,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 self._go_to(epoch * len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: all ranks have the same, and it loads at any number of ranks.
+        """The position of training: the same on all ranks; it loads at any number of ranks.
 
         Batches that a DataLoader's workers have drawn, and no backward has used, are drawn again.
         """
@@ -327,10 +327,10 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             return {"version": _FORMAT, **self._settings.saved(), "epoch": epoch, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; all ranks call it, before they draw batches.
+        """Load a state of `state_dict`; all ranks call it, before they draw batches.
 
         Raises:
-            InvalidArgumentError: it is of another order of samples (seed, length, global batch); says what differs.
+            InvalidArgumentError: it is of another order of samples (seed, length, global batch); names the difference.
         """
         position = self._settings.position_in(state, _FORMAT)
         with self._lock:

@@ -18,7 +18,7 @@ _BY_SPEED = "speed"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks have alike.
+    """The settings, which are equal on all ranks.
 
     Attributes:
         batches: which samples make each batch.
@@ -54,7 +54,7 @@ class Settings:
         multiple: int,
         has_cost: bool,
     ) -> Settings:
-        """Raises InvalidArgumentError, which says what is wanted."""
+        """Checks the arguments. Raises InvalidArgumentError, which names the argument and the values it takes."""
         length = _length(dataset)
         size = _number("global_batch", global_batch, 1)
         times = _number("multiple", multiple, 1)
@@ -79,15 +79,15 @@ class Settings:
         return cls(batches, limits, _paces(balance, ranks), isinstance(balance, str) and balance == _BY_SPEED, has_cost)
 
     def lines(self) -> list[str]:
-        """All of it in words, a line each, to be compared between ranks."""
+        """The settings as text, a line each, to be compared between ranks."""
         named = dataclasses.asdict(self.batches) | dataclasses.asdict(self.limits)
-        words = {"length": "the dataset's length", "size": "global_batch"}
-        lines = [f"{words.get(name, name)}: {value}" for name, value in named.items()]
+        labels = {"length": "the dataset's length", "size": "global_batch"}
+        lines = [f"{labels.get(name, name)}: {value}" for name, value in named.items()]
         shares = [1 / pace.seconds for pace in self.paces]
         return [*lines, f"balance: {_BY_SPEED if self.by_speed else shares}", f"cost given: {self.has_cost}"]
 
     def saved(self) -> dict[str, Any]:
-        """What decides which samples a batch has."""
+        """The settings that decide which samples a batch has."""
         return {"global_batch" if name == "size" else name: value for name, value in vars(self.batches).items()}
 
     def position_in(self, state: Mapping[str, Any], version: int) -> int:
@@ -98,8 +98,8 @@ class Settings:
             for name, value in self.saved().items():
                 if state[name] != value:
                     raise InvalidArgumentError(
-                        f"this sampler's state was saved with {name}={state[name]}, and here it is {value}: positions"
-                        " mean the same batches only where that is equal"
+                        f"this sampler's state was saved with {name}={state[name]}, and here it is {value}: give the"
+                        " sampler the same"
                     )
             epoch, position = int(state["epoch"]), int(state["position"])
         except (KeyError, TypeError, ValueError) as error:
@@ -108,7 +108,7 @@ class Settings:
             raise InvalidArgumentError(f"this is not a BalancedSampler's state: {error!r}") from error
         if epoch < 0 or not 0 <= position <= self.batches.count:
             raise InvalidArgumentError(
-                f"this sampler's state is at batch {position} of epoch {epoch}: there is no such"
+                f"this sampler's state is at batch {position} of epoch {epoch}, which does not exist"
             )
         return epoch * self.batches.count + position
 
@@ -116,8 +116,8 @@ class Settings:
 def _length(dataset: Sized | int) -> int:
     if isinstance(dataset, IterableDataset):
         raise InvalidArgumentError(
-            "BalancedSampler gives each rank the indices of its samples, and an IterableDataset has none: use a dataset"
-            " with __len__ and __getitem__, or split the stream in the dataset itself"
+            "BalancedSampler needs indices, which an IterableDataset does not have: use a dataset with __len__ and"
+            " __getitem__, or split the stream in the dataset itself"
         )
     try:
         length = dataset if isinstance(dataset, int) else len(dataset)

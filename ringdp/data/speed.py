@@ -1,4 +1,4 @@
-"""How fast this rank is, from the times of its steps, and when other paces are worth another split.
+"""The pace of this rank, from the times of its steps, and when other paces are worth another split.
 
 Times have outliers and noise, so a pace is a median with its uncertainty, and a split changes only where the gain is
 larger than 1.5 % and what noise could pretend. A rank may also be slow by pauses: a cgroup's quota lets it run at
@@ -20,19 +20,19 @@ _REMEMBERED = 1000  # steps
 _WINDOW = 200  # of them that count where the times are even
 _UNEVEN = 0.1  # by which the mean differs from the median where a rank is slow by pauses
 _STRETCH_S = 0.1  # then this much time counts as one; the usual period of a quota
-_RECENT = 8  # steps that tell a jump from noise
+_RECENT = 8  # steps by which a jump is distinguished from noise
 _LEAST_JUMP = 0.1
 _ERRORS = 4.0  # standard errors by which a jump differs from noise
 _LEAST_GAIN = 0.015
 _GAIN_ERRORS = 5.0
-_LEAST_CHANGE = 0.1  # of the work by which two splits differ where overhead can be told from work
+_LEAST_CHANGE = 0.1  # of the work: two splits that differ by this much separate overhead from work
 _MOST_OVERHEAD = 4.0  # batches
 STEPS_BETWEEN_CHANGES = 50
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank knows of its pace.
+    """A rank's estimate of its pace.
 
     Attributes:
         pace: its pace; seconds are 0 where it has not measured enough.
@@ -59,7 +59,7 @@ class SpeedModel:
         self._before: tuple[float, float] | None = None  # work and seconds under the split before
 
     def add(self, work: float, seconds: float) -> None:
-        """A step took so long. One without work is left out.
+        """Add the time of a step. A step without work is left out.
 
         Raises:
             InvalidArgumentError: a time or work that is negative, infinite or NaN.
@@ -70,7 +70,8 @@ class SpeedModel:
             self._steps.append((work, seconds))
 
     def split_changed(self) -> None:
-        """From now on steps have other work: what is known helps to tell overhead from work, and is forgotten."""
+        """Called when steps have other work from now on: the known times separate overhead from work, and are
+        dropped."""
         if len(self._steps) >= _RECENT:
             self._before = self._typical()
         self._steps.clear()
@@ -105,7 +106,7 @@ class SpeedModel:
             kept = list(self._steps)[-_RECENT:]
             self._steps.clear()
             self._steps.extend(kept)
-            self._before = None  # two speeds cannot tell overhead from work
+            self._before = None  # two speeds do not separate overhead from work
 
     def _learn_overhead(self) -> None:
         if self._before is None:

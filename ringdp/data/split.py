@@ -1,4 +1,4 @@
-"""How a global batch is split over the ranks: pure functions of what the ranks have agreed on.
+"""The split of a global batch over the ranks: pure functions of the agreed paces and limits.
 
 A rank takes ``seconds * (overhead + work)`` for a batch. `shares` makes the slowest rank as fast as it can be; `counts`
 makes whole samples of that, within limits, by the largest remainder. Only +, -, *, / and comparisons, which give the
@@ -20,7 +20,7 @@ class Pace:
 
     Attributes:
         seconds: per unit of work; only the ranks' ratio matters for a split.
-        overhead: what a batch takes beside its work, in units of work.
+        overhead: the cost of a batch beside its work, in units of work.
     """
 
     seconds: float = 1.0

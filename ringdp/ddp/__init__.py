@@ -1,1 +1,2 @@
-"""What RingDP is made of: torch's DistributedDataParallel with our reducer, and what its arguments ask for."""
+"""The parts of RingDP: torch's DistributedDataParallel with ringdp's reducer, and a module for each of its
+arguments."""

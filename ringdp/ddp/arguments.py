@@ -55,7 +55,7 @@ class Argument:
         treatment: ``own``: RingDP's code; ``torch``: handed to DistributedDataParallel's constructor; ``nothing``:
             accepted, has no effect here; ``deprecated``: as ``torch``, which warns.
         does: what it does here, in a sentence or two.
-        wanted: what a value must be, for the message that refuses another one.
+        wanted: what a value must be, for the message of an InvalidArgumentError.
         fits: whether a value is that.
     """
 
@@ -266,7 +266,7 @@ def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, A
 
     Raises:
         TypeError: an argument that is not in the table, or one that is given twice.
-        InvalidArgumentError: a value that cannot be meant; the sentence says what is wanted.
+        InvalidArgumentError: a value of a wrong kind; the message has the kinds that are right.
     """
     names = list(TABLE)
     if len(positional) > len(names):
@@ -315,9 +315,8 @@ def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:
-    """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets.
-
-    Where the user gave no size there are no caps, either: `growing_caps` of `default_cap_mb` are for them.
+    """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets. No caps
+    where the user gave no size: `growing_caps` of `default_cap_mb` are for these.
     """
     given = arguments.get("bucket_cap_mb_list") or arguments.get("bucket_cap_mb")
     if isinstance(given, (list, tuple)):
@@ -335,13 +334,14 @@ def growing_caps(cap_mb: float) -> list[int]:
 
 
 def default_cap_mb(ranks: int, *, exact_over_ring: bool) -> float:
-    """The largest bucket where the user names no size; the same on all ranks, and nothing that was measured.
+    """The largest bucket, in MiB, where the user gives no size; the same on all ranks, since nothing measured enters
+    it.
 
-    What is in the last bucket when backward ends is still to be sent, so large buckets are late; small ones pay the
-    latency of 2(n-1) messages each. On links of 10 Gbit (40 µs for a message, 0.8 ns for a byte) that is a tenth of
-    a bucket's time at 0.5 MiB for each rank, and less as several are under way at once: a quarter of a MiB for each
-    rank, at least 4 MiB, from where on a gradient is a bucket of its own anyway. Other backends, and compressors, have
-    costs of another kind for each bucket, and keep DDP's 25 MiB. docs/lab/benchmarks.md has the measurements.
+    The last bucket is sent after backward has ended, so large buckets are late; small ones pay the latency of 2(n-1)
+    messages each. On links of 10 Gbit (40 µs for a message, 0.8 ns for a byte) the latency is a tenth of a bucket's
+    time at 0.5 MiB for each rank, and less with several buckets in flight. Hence a quarter of a MiB for each rank, at
+    least 4 MiB, from which size on a gradient is a bucket of its own. Other backends and compressors have other costs
+    for each bucket, and keep DDP's 25 MiB. docs/lab/benchmarks.md has the measurements.
     """
     if not exact_over_ring:
         return _BUCKET_CAP_MB

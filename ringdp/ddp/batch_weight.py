@@ -1,4 +1,4 @@
-"""How much a rank's batch counts in the average over the ranks: `RingDP(weight=…)` and `set_weight`.
+"""The weight of a rank's batch in the average over the ranks: `RingDP(weight=…)` and `set_weight`.
 
 The gradient of step t is sum(w * g) / sum(w) over all micro-batches of all ranks, where g is the gradient of a
 micro-batch's mean loss and w the number of its samples, or of whatever the loss is a mean of. csrc/torch/reducer/
@@ -40,7 +40,7 @@ class BatchWeight:
             delayed: whether some parameters are averaged outside the reducer.
 
         Raises:
-            InvalidArgumentError: another value, or one that cannot be had beside delayed parameters.
+            InvalidArgumentError: another value, or a weight together with delayed parameters.
         """
         if mode is None:
             return None
@@ -51,8 +51,8 @@ class BatchWeight:
             )
         if delayed:
             raise InvalidArgumentError(
-                "weight and delay_all_reduce_named_params do not go together: in the delayed all-reduce all ranks count"
-                " the same"
+                "weight and delay_all_reduce_named_params cannot be combined: the delayed all-reduce counts all ranks"
+                " the same. Leave out one of them"
             )
         return cls(mode)
 
@@ -69,7 +69,7 @@ class BatchWeight:
         """The weight of the forward that gets these arguments.
 
         Raises:
-            InvalidStateError: nobody has set it.
+            InvalidStateError: it was not set.
             InvalidArgumentError: there is no tensor to count the samples of.
         """
         given, self._given = self._given, None
@@ -104,7 +104,7 @@ class WeightedModule:
     _weight: BatchWeight | None
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
-        """How much the next forward's batch counts: the number of samples or tokens that its loss is a mean of.
+        """Set the weight of the next forward's batch: the number of samples or tokens over which its loss is a mean.
 
         Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
         weight of 0 leaves this rank's gradients out, also if they are not finite.
@@ -122,7 +122,7 @@ class WeightedModule:
         self._weight.set(weight)
 
     def _announce_weight(self, inputs: Iterable[Any], keywords: Mapping[str, Any]) -> None:
-        """In a forward with these arguments."""
+        """Called in a forward, with its arguments."""
         if self._weight is None or not torch.is_grad_enabled() or in_backward():
             return
         if self._use_python_reducer:
@@ -131,7 +131,7 @@ class WeightedModule:
         self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync, training)
 
     def _shadow_weight(self) -> None:
-        """On a rank that has run out of input (`Join`), in a forward of the others."""
+        """Called on a rank that has run out of input (`Join`), in a forward of the others."""
         if self._weight is not None:
             self.reducer.shadow_weight()
 

@@ -3,7 +3,8 @@
 The module keeps its DTensors: the optimizer, gradient clipping and checkpoints see them as ever. (torch's DDP makes
 plain attributes of them, and the wrapped module has no parameters left.) The reducer gets a plain leaf for each, on the
 memory of this rank's part. Autograd accumulates into the DTensor; then the leaf's ``.grad`` becomes the local part of
-that gradient, the reducer is told, and what it makes of the leaf's ``.grad`` becomes the local part again.
+that gradient, the reducer is notified, and the mean that it writes into the leaf's ``.grad`` becomes the local part
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ringdp.errors import InvalidArgumentError
 
 @dataclass
 class _Part:
-    """One DTensor parameter, wherever it is used, and the leaf that stands for it."""
+    """One DTensor parameter, and the leaf that stands for it in the reducer."""
 
     name: str
     whole: Any  # the DTensor
@@ -70,7 +71,8 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def as_leaves(self) -> Iterator[None]:
-        """While it lasts the module has the leaves, which torch's code for plain parameters can take."""
+        """Inside the block the module has the leaves in place of its DTensors, for torch's code for plain
+        parameters."""
         self.take_out()
         try:
             yield
@@ -88,7 +90,8 @@ class ShardedParameters:
                 owner._parameters[name] = part.whole
 
     def watch(self, reducer: Any, parameters: Sequence[torch.Tensor], *, weighted: bool = False) -> None:
-        """From now on `reducer`, which has `parameters`, is told of gradients; `weighted`: micro-batches may differ."""
+        """Notify `reducer`, which has `parameters`, of gradients from now on; `weighted`: micro-batches may have
+        different weights."""
         for handle in self._handles:
             handle.remove()
         self._reducer = reducer
@@ -104,10 +107,10 @@ class ShardedParameters:
                     self._handles.append(part.whole.register_hook(functools.partial(_weighted, me)))
 
     def before_forward(self) -> None:
-        """What has been done to the DTensors since is done to the leaves.
+        """Repeat on the leaves the changes made to the DTensors since the last call.
 
         Raises:
-            InvalidArgumentError: something that RingDP does with plain parameters only.
+            InvalidArgumentError: a change that RingDP follows for plain parameters only.
         """
         for part in self._parts:
             if part.whole.requires_grad and part.index is None:
@@ -168,7 +171,7 @@ def _same_grad_dtype(leaf: torch.nn.Parameter, parameter: Any) -> None:
 
 
 def _weighted(me: weakref.ref[ShardedParameters], gradient: torch.Tensor) -> torch.Tensor | None:
-    """A gradient as it is added to those of other micro-batches; the reducer does that for plain parameters."""
+    """A gradient scaled to be added to those of other micro-batches; the reducer does that for plain parameters."""
     sharded = me()
     factor = 1.0 if sharded is None else sharded._reducer.incoming_factor()
     if factor == 1.0:
@@ -183,6 +186,6 @@ def _check_mesh(name: str, parameter: Any, group: dist.ProcessGroup) -> None:
     if both:
         raise InvalidArgumentError(
             f"parameter {name} is a DTensor over ranks {sorted(spread_over)}, and RingDP on rank {here} would average "
-            f"it with {both} of them as if they had the same part: give RingDP the mesh's other dimension "
-            "(device_mesh=mesh['replicate']); what fully_shard has made needs no RingDP"
+            f"it with {both} of them, which hold other parts: give RingDP the mesh's other dimension "
+            "(device_mesh=mesh['replicate']); a module of fully_shard needs no RingDP"
         )

@@ -1,4 +1,5 @@
-"""RingDP in an elastic job (``ringrun --elastic``): what it can make again without a lost rank, and what it refuses."""
+"""RingDP in an elastic job (``ringrun --elastic``): operations that it repeats without a lost rank, and features that
+it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ringdp.job.elastic import refuse as refuse
 
 
 def steps_are_repaired(wrapper: Any) -> bool:
-    """Whether the wrapper's group goes on without ranks that are lost.
+    """Whether the wrapper's group goes on without lost ranks.
 
     Raises:
         InvalidArgumentError: the job is elastic, and this wrapper's group is not, or has no such group.
@@ -30,14 +31,14 @@ def steps_are_repaired(wrapper: Any) -> bool:
         return True
     if config.elastic() and dist.get_world_size() > 1:
         raise InvalidArgumentError(
-            "RINGDP_ELASTIC=1: RingDP needs the default process group, made by ringdp.init(), on the CPU; a group made"
-            " in another way, or of some of the ranks, does not go on without a rank that is lost"
+            "RINGDP_ELASTIC=1: RingDP needs the default process group on the CPU, made by ringdp.init(): no other"
+            " group goes on without a lost rank"
         )
     return False
 
 
 def refuse_what_cannot_be_repaired(wrapper: Any) -> None:
-    """Raise InvalidArgumentError where a step of this wrapper could not be made again; the same on all ranks."""
+    """Raise InvalidArgumentError where a step of this wrapper cannot be repeated; the same on all ranks."""
     reasons = {
         "mixed_precision": wrapper._precision is not None,
         "an optimizer that steps during backward": has_optimizers(wrapper._module_parameters),
@@ -62,9 +63,7 @@ def refuse_hook(group: dist.ProcessGroup, state: object, hook: Callable[..., Any
     name = getattr(hook, "__qualname__", repr(hook))
     if not any(hook is known for known in ELEMENTWISE_HOOKS):
         known = ", ".join(dict.fromkeys(one.__qualname__ for one in ELEMENTWISE_HOOKS))
-        refuse(
-            f"the communication hook {name}, which may keep something or write where the step reads again,", but=known
-        )
+        refuse(f"the communication hook {name}, which may keep state or overwrite a bucket,", but=known)
     if state is not None and state is not group:
         refuse(f"the communication hook {name} over another group than the model's")
 

@@ -1,4 +1,4 @@
-"""What a rank that ends well tells its launcher, which has asked by RINGDP_REPORT_FILE: the number of its steps."""
+"""The report that a rank which ends well writes for its launcher into RINGDP_REPORT_FILE: the number of its steps."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""torch 2.15's manual finalization of a backward, which RingDP refuses in words."""
+"""torch 2.15's manual finalization of a backward, which RingDP refuses."""
 
 from __future__ import annotations
 
 from ringdp.errors import InvalidStateError
 
 _REFUSED = (
-    "RingDP finishes every backward itself: gradients are averaged when backward() returns. Manual finalization"
-    " (require_manual_backward_finalization, finalize_backward) needs torch.nn.parallel.DistributedDataParallel, which"
-    " works on the backend ring, too"
+    "RingDP averages gradients before backward() returns and cannot leave that to the caller: for manual finalization"
+    " (require_manual_backward_finalization, finalize_backward) use DistributedDataParallel on the backend ring"
 )
 
 
 class AutomaticFinalization:
-    """The part of a wrapper that answers for DDP's manual finalization. Owner, thread, caller: the wrapper's."""
+    """The methods of DDP's manual finalization. Owner, thread, caller: the wrapper's."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:

@@ -12,7 +12,7 @@ from ringdp.errors import InvalidArgumentError
 
 
 class GradientMemory(NamedTuple):
-    """What `gradient_memory` returns.
+    """The state of this process's pool for gradients, from `gradient_memory`.
 
     Attributes:
         installed: whether large allocations of backwards reach the pool; False before the first RingDP that wants it,
@@ -37,7 +37,7 @@ def allowed_pool(asked: object) -> bool:
     """Whether the argument ``gradient_pool`` and RINGDP_GRADIENT_POOL both allow the pool.
 
     Raises:
-        InvalidArgumentError: one of them is something else than yes or no.
+        InvalidArgumentError: the argument is not a bool, or the variable is neither 0 nor 1.
     """
     if not isinstance(asked, bool):
         raise InvalidArgumentError(f"gradient_pool must be True or False, not {asked!r}")

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel tells its logger, kept for `_get_ddp_logging_data` under the keys it has there."""
+"""The logging data of DistributedDataParallel, kept for `_get_ddp_logging_data` under torch's keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.job.backend import backend_name
 # As DDP: every one of the first steps, then one in so many.
 _STEPS_ALWAYS_LOGGED = 10
 _STEPS_BETWEEN_LOGS = 100
-# DDP has C++'s names.
+# DDP logs the names of types in C++.
 _TYPE_NAMES = {
     "float32": "float",
     "float64": "double",
@@ -119,7 +119,7 @@ class ReducerLog:
         self._integers["iteration"] = step
 
     def _log_times(self) -> None:
-        """Of the step whose forward was the last that was logged, where its backward is over."""
+        """Record the step of the last logged forward, where its backward is over."""
         times: Mapping[str, int] = self._reducer.times()
         if not self._forward_began_ns or times["finished_ns"] < self._forward_began_ns:
             return

@@ -107,8 +107,8 @@ def no_compression_beside(precision: Any) -> None:
     dtype = None if precision is None else _reduction_dtype(precision)
     if dtype is not None:
         raise InvalidArgumentError(
-            f"mixed_precision has gradients sent as {str(dtype).removeprefix('torch.')}, and compression how"
-            " they are sent, too: leave out mixed_precision, and call forward under torch.autocast"
+            f"mixed_precision sends gradients as {str(dtype).removeprefix('torch.')} and cannot be combined with"
+            " compression: leave out mixed_precision, and call forward under torch.autocast"
         )
 
 

@@ -1,6 +1,6 @@
-"""Do all ranks wrap the same model, and do all compress or none? Asked at construction, before anything is broadcast.
+"""The comparison of the ranks' models and settings at construction, before anything is broadcast.
 
-Ranks compare a hash; only where it differs they exchange what they have, as UTF-8 text, so nothing is unpickled.
+Ranks compare a hash; only where it differs they exchange the descriptions, as UTF-8 text, so nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ringdp.compression.parameters import clean_name
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, shape_text
 from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import MismatchError
-from ringdp.job.alike import raise_refusal
+from ringdp.job.agreement import raise_refusal
 from ringdp.job.byte_collectives import all_gather_where_different
 
 _SETTING = "setting"
@@ -59,8 +59,8 @@ def check_same_model(
 ) -> tuple[str, ...]:
     """Compare names, shapes, strides, dtypes and requires_grad of parameters and buffers across the group.
 
-    Also whether gradients are compressed; ranks that all compress them, but differently, are told where that is set up.
-    Returns the ranks' `kind`, in rank order.
+    Also whether gradients are compressed; a difference between two compressors is an error of the later choice of
+    compressors. Returns the ranks' `kind`, in rank order.
 
     Args:
         module: what is wrapped.
@@ -72,22 +72,22 @@ def check_same_model(
         settings: by the name of the argument, in one line; those that are not RingDP's defaults.
 
     Raises:
-        MismatchError: on every rank, naming the first parameter that differs and what both ranks have; or what both
-            compress gradients by, where one does not; or which of `settings` they have; or why a rank cannot wrap
-            its model at all.
+        MismatchError: on every rank; names the first parameter that differs with both ranks' fields, or both
+            compressions where one rank has none, or the setting that differs, or the error for which a rank cannot wrap
+            its model.
     """
     if group.size() == 1:
         return (kind,)
     tensors = held_by(module, ignored=ignored, ranks=dist.get_process_group_ranks(group))
     entries = [*_entries(tensors), *(_Entry.of_setting(name, value) for name, value in settings.items())]
     text = "\n".join([compression or "", kind, *(entry.line() for entry in entries)]).encode()
-    told = all_gather_where_different(text, group, what="model", device=device)
-    if told is None:
+    gathered = all_gather_where_different(text, group, what="model", device=device)
+    if gathered is None:
         return (kind,) * group.size()
     me = group.rank()
-    raise_refusal(told, me, "wrap its model")
-    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in told), strict=True)
-    models, given = zip(*(_parse(text) for text in told), strict=True)
+    raise_refusal(gathered, me, "wrap its model")
+    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in gathered), strict=True)
+    models, given = zip(*(_parse(text) for text in gathered), strict=True)
     other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
     if other is not None:
         raise _difference(models[me], models[other], me=me, other=other)
@@ -112,7 +112,7 @@ def check_same_model(
             peer=other,
             operation=COMPARING_MODELS,
         )
-    if len(set(told)) == 1:  # the hash differed and the text does not: memory or network is not sound
+    if len(set(gathered)) == 1:  # the hash differed and the text does not: memory or network is not sound
         raise MismatchError("the ranks' hashes of the same model differ", rank=me)
     return kinds
 
@@ -157,7 +157,7 @@ def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:
 
 
 def _difference(mine: list[_Entry], theirs: list[_Entry], *, me: int, other: int) -> MismatchError:
-    """What to say; the phrases of torch's DDP are kept, since people and tests look for them."""
+    """The message; the phrases of torch's DDP are kept, since people and tests look for them."""
     my_parameters = [entry for entry in mine if entry.kind == "parameter"]
     their_parameters = [entry for entry in theirs if entry.kind == "parameter"]
     position, left, right = _first_difference(mine, theirs)

@@ -1,8 +1,8 @@
 """The part of RingDP that sends parameters and buffers: at construction, the buffers in each forward, after a Join.
 
-What of them is sent `compression.tensor_parts.held` says. Ranks compare their modules at construction only; later they
-tell each other by the broadcast's name how their buffers have changed since, so that ranks whose buffers differ learn
-which, without another message.
+`compression.tensor_parts.held` decides which of them are sent. Ranks compare their modules at construction only; later
+the name of the buffers' broadcast has the changes of their buffers since, so that the error of ranks whose buffers
+differ names these without another message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SentState(DistributedDataParallel):
         _plain_forms: their types and shapes, which `_buffer_layout` has with their names.
         _agreed_layout: of those that all ranks have sent last; None: nothing was compared yet.
         _never_averaged: frozen parameters that the reducer could not average if they were not.
-        _told_left_alone: the log has the names of those that are not sent.
+        _logged_left_alone: the names of those that are not sent have been logged.
     """
 
     _sharded: ShardedParameters | None
@@ -51,7 +51,7 @@ class SentState(DistributedDataParallel):
     _plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
     _agreed_layout: Layout | None = None
     _never_averaged: Sequence[Held] = ()
-    _told_left_alone: bool = False
+    _logged_left_alone: bool = False
 
     def _held(self, *, buffers: bool = True) -> list[Held]:
         ranks = dist.get_process_group_ranks(self.process_group)
@@ -66,8 +66,8 @@ class SentState(DistributedDataParallel):
         found = self._held()
         self._never_averaged = [one for one in found if one.kind == "parameter" and why_not_averaged(one.tensor)]
         left_alone = [f"{one.kind} {one.name} ({one.why})" for one in found if one.treatment is Treatment.LEFT_ALONE]
-        if left_alone and not self._told_left_alone and self.process_group.rank() == 0:
-            self._told_left_alone = True
+        if left_alone and not self._logged_left_alone and self.process_group.rank() == 0:
+            self._logged_left_alone = True
             _log.warning("each rank keeps its own, which is neither compared nor sent: %s", ", ".join(left_alone))
 
     def _refuse_unfrozen(self) -> None:
@@ -90,14 +90,14 @@ class SentState(DistributedDataParallel):
             dist._broadcast_coalesced(self.process_group, tensors, size, source)  # type: ignore[attr-defined]
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """What torch's Join calls at its end."""
+        """Called by torch's Join at its end."""
         torchs: Any = self
         source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
         with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
             self._send_state(source, buffers=bool(getattr(self, "forward_sync_buffers", self.broadcast_buffers)))
 
     def _assign_modules_buffers(self) -> None:
-        """In each forward: which tensors it sends."""
+        """Called in each forward: the tensors that it sends."""
         super()._assign_modules_buffers()
         buffers = self.modules_buffers
         if len(buffers) == len(self._plain_buffers) and all(map(operator.is_, buffers, self._plain_buffers)):
@@ -126,11 +126,11 @@ class SentState(DistributedDataParallel):
         self._buffer_layout = layout
 
     def _buffers_are_alike(self) -> None:
-        """All ranks have told each other what buffers they have."""
+        """Called when all ranks have the same buffers."""
         self._agreed_layout = self._buffer_layout
 
     def _forward_note(self) -> str:
-        """For the name of the buffers' broadcast, which all ranks compare: which forward it is of."""
+        """The number of the forward, for the name of the buffers' broadcast, which all ranks compare."""
         # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
         compared = not (self._join_config.enable or self._repaired)
         reducer: Any = self.__dict__.get("reducer") if compared else None
@@ -172,7 +172,7 @@ def refuse_unusable(tensors: Iterable[Held]) -> None:
 
 
 def _changes(before: Layout | None, now: Layout) -> dict[str, str]:
-    """What has become of each buffer that is another one, in words, by its name."""
+    """A text for each buffer that has changed, by its name."""
     if before == now:
         return {}
     known = {name: _form(dtype, shape) for name, dtype, shape in before or ()}
@@ -191,7 +191,7 @@ def _changes(before: Layout | None, now: Layout) -> dict[str, str]:
 def _shown(changes: dict[str, str]) -> list[str]:
     texts = list(changes.values())
     more = len(texts) - _NAMES_SHOWN
-    # The rest still tells two ranks apart: its checksum.
+    # The checksum of the rest still differs between two ranks.
     return texts[:_NAMES_SHOWN] + ([f"… {more} more ({_checksum(texts)})"] if more > 0 else [])
 
 

@@ -26,7 +26,7 @@ def no_compression_in_backward(parameters: Iterable[Tensor]) -> None:
     """Raise InvalidArgumentError where optimizers step as soon as a bucket is averaged."""
     if has_optimizers(parameters):
         raise InvalidArgumentError(
-            "compression and optimizers that step during backward (_apply_optimizer_in_backward) do not go together:"
+            "compression and optimizers that step during backward (_apply_optimizer_in_backward) cannot be combined:"
             " leave out one of them"
         )
 

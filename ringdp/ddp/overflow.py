@@ -1,4 +1,4 @@
-"""What is known of the gradients that a RingDP's last backward left: that they are finite, or who overflowed."""
+"""Whether the gradients of a RingDP's last backward are finite, and which ranks' overflowed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Overflow:
 
     Attributes:
         parameter: the first one's name.
-        ranks: who brought an infinity or a NaN; none if every rank's own were finite and only their sum is not. None:
-            this rank has not asked the others.
+        ranks: those whose gradient had an infinity or a NaN; none if every rank's own was finite and only the sum is
+            not. None: the ranks were not asked.
         world_size: of how many.
         rank: this one.
     """
@@ -66,14 +66,14 @@ class ReducedGradients:
         _ALIVE.add(self)
 
     def watch(self) -> None:
-        """When a backward begins: have the reductions of this one and all later ones looked at."""
+        """Called when a backward begins: check the reductions of this one and all later ones."""
         wrapper = self._wrapper()
         if wrapper is not None and not self._watching:
             wrapper.reducer.watch_finite(True)
             self._watching = True
 
     def note(self) -> None:
-        """After a backward: if it reduced gradients, remember which, and whether they are finite."""
+        """Called after a backward: if it reduced gradients, remember which, and whether they are finite."""
         wrapper = self._wrapper()
         if wrapper is None:
             return
@@ -97,7 +97,7 @@ class ReducedGradients:
         return {number for number, finite in zip(self._ids, self._marks.finite(), strict=True) if finite}
 
     def keep(self, parameters: Collection[int]) -> None:
-        """Of these ids the gradients are still as they were, though memory that they share was written to."""
+        """Note that the gradients of these ids are unchanged, although memory that they share was written to."""
         self._marks.renew([i for i, number in enumerate(self._ids) if number in parameters])
 
     def reduces_any(self, parameters: Collection[int]) -> bool:
@@ -133,5 +133,5 @@ _ALIVE: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
 
 
 def _gather(index: int, group: torch.distributed.ProcessGroup) -> list[int]:
-    told = all_gather_bytes(index.to_bytes(_INDEX_BYTES, "little", signed=True), group, room=_INDEX_BYTES)
-    return [int.from_bytes(one, "little", signed=True) for one in told]
+    gathered = all_gather_bytes(index.to_bytes(_INDEX_BYTES, "little", signed=True), group, room=_INDEX_BYTES)
+    return [int.from_bytes(one, "little", signed=True) for one in gathered]

@@ -1,7 +1,7 @@
 """Parameters of a wrapped module that were replaced, added, removed or renamed after wrapping.
 
-RingDP compares the module with what its reducer watches at the forward that also looks for frozen parameters. The
-ranks compare what has changed before anything is laid out anew.
+RingDP compares the module with its reducer's parameters at the forward that also looks for frozen parameters. The ranks
+compare the changes before the buckets are laid out anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
-from ringdp.job.alike import raise_refusal, report_refusal
+from ringdp.job.agreement import raise_refusal, report_refusal
 from ringdp.job.backend import backend_name, named
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.elastic import as_unit
@@ -39,7 +39,7 @@ _ADVICE = "Replace, add and remove the same parameters on all ranks, before the 
 
 @dataclass(frozen=True)
 class ParameterChanges:
-    """How the parameters of a module differ from those that its wrapper watches.
+    """The difference between the parameters of a module and those of its wrapper's reducer.
 
     Attributes:
         replaced: names under which there is another tensor now.
@@ -91,7 +91,7 @@ class ParameterChanges:
         return f"{COMPARING_MODELS}: {self}"
 
     def text(self) -> str:
-        """All of it, for the other ranks; the first line is for people."""
+        """The text that the ranks compare; its first line is for people."""
         lists = (self.replaced, self.added, self.removed, tuple(f"{old}\t{new}" for new, old in self.renamed.items()))
         return "\n".join([str(self), *("\t".join(names) for names in lists)])
 
@@ -131,11 +131,12 @@ class ChangingModule(CompressedModule):
     _never_reduced: Sequence[ModelParameter] = ()
 
     def _follow_parameters(self) -> None:
-        """The module has changed since the buckets were laid out: agree about that with all ranks, and lay out anew.
+        """Where the module has changed since the buckets were laid out: compare the changes with all ranks, and lay out
+        anew.
 
         Raises:
-            MismatchError: not all ranks changed the same; names the parameters.
-            InvalidStateError: an argument of this wrapper is in the way.
+            MismatchError: the ranks made different changes; names the parameters.
+            InvalidStateError: an argument of this wrapper forbids such a change.
             InvalidArgumentError: a new parameter is on another kind of device.
         """
         from ringdp import _C
@@ -157,7 +158,7 @@ class ChangingModule(CompressedModule):
         self._snapshot = _C.ModuleSnapshot(self.module)
 
     def _changes(self) -> tuple[ParameterChanges, list[ModelParameter]]:
-        """What has changed since the buckets were laid out, and the parameters that are there now."""
+        """The changes since the buckets were laid out, and the present parameters."""
         after = model_parameters(self.module, ignored=self.parameters_to_ignore)
         after = without_results(self._watched, after)
         found = self.reducer.find([one.parameter for one in after])
@@ -179,7 +180,7 @@ class ChangingModule(CompressedModule):
         return ParameterChanges.between(before, [*after, *others], found), others
 
     def _refuse_changes_of_this_forward(self) -> None:
-        """What forward itself replaced or added would get a gradient that is not averaged, and be stepped with it.
+        """Refuse parameters that forward itself replaced or added: their gradients would not be averaged.
 
         Raises:
             InvalidStateError: names the parameters.
@@ -197,7 +198,7 @@ class ChangingModule(CompressedModule):
     def _agree_about(
         self, changes: ParameterChanges, reduced: ParameterChanges, after: Sequence[ModelParameter]
     ) -> None:
-        """All ranks can follow the same changes, and have the same values in new parameters when this returns.
+        """Compare the changes with all ranks, and give new parameters the same values on all.
 
         Args:
             reduced: those of the changes that the reducer has to follow.
@@ -230,7 +231,7 @@ class ChangingModule(CompressedModule):
         repair.broadcast_in_unit(group, "the broadcast of new parameters", new, broadcast)
 
     def _lay_out(self, changes: ParameterChanges, after: list[ModelParameter]) -> None:
-        """The reducer, and all that numbers parameters as it does, have these from now on."""
+        """Give these parameters to the reducer and to all parts that number parameters as it does."""
         carried = self._compression_to_carry()
         parameters, names = [one.parameter for one in after], [one.name for one in after]
         remember_names(parameters, names)
@@ -259,7 +260,7 @@ class ChangingModule(CompressedModule):
         if reasons:
             raise InvalidStateError(
                 f"since the last forward {changes}, which RingDP cannot follow beside {' and '.join(reasons)}: wrap the"
-                " module anew after such a change",
+                " module anew",
                 name=changes.first_name,
             )
 
@@ -280,16 +281,18 @@ def agree(
 
     Raises:
         MismatchError: not all ranks made the same changes, or they lead to different models; names the parameters.
-        RingError: another backend than ring could not compare them, for example because a rank never came.
+        RingError: the comparison over another backend than ring failed, for example because a rank never came.
     """
     try:
         with named(changes.operation):
-            told = all_gather_where_different(changes.text().encode(), group, what="changed parameters", device=device)
-            if told is not None:
+            gathered = all_gather_where_different(
+                changes.text().encode(), group, what="changed parameters", device=device
+            )
+            if gathered is not None:
                 me = group.rank()
-                raise_refusal(told, me, "follow that")
-                other = next(rank for rank, text in enumerate(told) if text != told[me])
-                theirs = told[other].decode().split("\n")[0]
+                raise_refusal(gathered, me, "follow that")
+                other = next(rank for rank, text in enumerate(gathered) if text != gathered[me])
+                theirs = gathered[other].decode().split("\n")[0]
                 raise MismatchError(f"on rank {other} {theirs}.", rank=me, peer=other, operation=COMPARING_MODELS)
             check_same_model(module, group, device, ignored=ignored)
     except MismatchError as error:

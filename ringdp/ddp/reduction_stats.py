@@ -1,4 +1,4 @@
-"""What reducing gradients costs a rank: `RingDP.stats`."""
+"""The costs of reducing gradients on a rank: `RingDP.stats`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringdp.text import count, format_size, format_time, table
 
 @dataclass(frozen=True)
 class Stats:
-    """What reducing gradients cost in the last backward that synchronised, and in all of them. Prints as a table.
+    """The costs of reducing gradients in the last backward that synchronised, and in all of them. Prints as a table.
 
     Attributes:
         steps: backwards of this rank that synchronised. Under torch's Join a rank that has run out of input makes none,

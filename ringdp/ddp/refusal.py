@@ -1,4 +1,4 @@
-"""What a wrapper raises on one rank, told to the ranks that wait for it where they compare their models."""
+"""An error of a wrapper's constructor on one rank is raised on the others too, where they compare their models."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
-from ringdp.job.alike import report_refusal
+from ringdp.job.agreement import report_refusal
 
 COMPARING_MODELS = "comparing models"
 Construct = TypeVar("Construct", bound=Callable[..., None])
 
 
-def tells_refusal(construct: Construct) -> Construct:
-    """For a wrapper's ``__init__``: what it raises before the ranks compare their models, all ranks hear of there.
+def report_refusals(construct: Construct) -> Construct:
+    """For a wrapper's ``__init__``: an error before the comparison of the models is raised there on all ranks.
 
-    The wrapper's attribute ``_compare_models`` is gone, or False, when they have compared them, or will not.
+    The wrapper's attribute ``_compare_models`` is gone, or False, when the comparison is over or will not happen.
     """
     signature = inspect.signature(construct)
 
     @functools.wraps(construct)
-    def construct_or_tell(self: Any, *positional: Any, **keywords: Any) -> None:
+    def construct_or_report(self: Any, *positional: Any, **keywords: Any) -> None:
         self.__dict__["_compare_models"] = True
         try:
             construct(self, *positional, **keywords)
@@ -38,11 +38,11 @@ def tells_refusal(construct: Construct) -> Construct:
                     _report_from_wrapper(error, given | given.pop("named", {}))
             raise
 
-    return construct_or_tell  # type: ignore[return-value]
+    return construct_or_report  # type: ignore[return-value]
 
 
 def _report_from_wrapper(error: Exception, arguments: dict[str, Any]) -> None:
-    """Where the wrapper's ranks compare their models, in its group and on its device."""
+    """Report `error` in the wrapper's group and on its device, under the name of the comparison of models."""
     mesh, group = arguments.get("device_mesh"), arguments.get("process_group")
     if group is None:
         group = dist.group.WORLD if mesh is None else mesh.get_group(mesh_dim=0)

@@ -1,6 +1,7 @@
-"""RingDP(reproducible=True): the bits of an element's mean follow from the ranks' gradients of it, and nothing else.
+"""RingDP(reproducible=True): the bits of an element's mean depend on the ranks' gradients of that element alone.
 
-The group's all-reduces add in rank order (``_C.add_in_rank_order``), and what would look at a whole bucket is refused.
+The group's all-reduces add in rank order (``_C.add_in_rank_order``); hooks and compressors that read whole buckets are
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ringdp.compression.description import describe
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
 
-# Those that treat elements one by one, and add by the group's all-reduces.
+# Hooks that treat elements one by one, and add by the group's all-reduces.
 ELEMENTWISE_HOOKS = (
     *(default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook),
     *(hooks.allreduce_hook, hooks.fp16_hook, hooks.bf16_hook),
@@ -36,7 +37,7 @@ def checked(value: Any) -> bool:
 
 
 def add_in_rank_order(group: dist.ProcessGroup, device_type: str) -> None:
-    """All-reduces of the group do so from now on. All ranks call it between the same two operations.
+    """Let all-reduces of the group add in rank order from now on. All ranks call it between the same two operations.
 
     Raises:
         InvalidArgumentError: the backend for this kind of device has an order of its own.
@@ -53,7 +54,7 @@ def refuse_backend(group: dist.ProcessGroup, device_type: str) -> None:
     if backend != BACKEND:
         raise InvalidArgumentError(
             f"reproducible=True needs the backend ring, which adds in rank order; this process group uses {backend} for"
-            f" tensors on {device_type}, whose order of summation follows buckets and hosts"
+            f" tensors on {device_type}: make a group on ring"
         )
 
 
@@ -62,14 +63,13 @@ def refuse_rules(rules: Rules) -> None:
     for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
         if isinstance(compressor, Auto):
             raise InvalidArgumentError(
-                'reproducible=True and compression="auto" do not go together: what it chooses follows from measured'
-                " speeds; name a compressor"
+                'reproducible=True and compression="auto" cannot be combined: "auto" chooses by measured speeds. Name a'
+                " compressor"
             )
         if getattr(compressor, "aggregate", "owner") == "rounds" and not getattr(compressor, "per_parameter", False):
             raise InvalidArgumentError(
-                f"reproducible=True and {describe(compressor)} do not go together: its `average` gets all parameters of"
-                " a bucket at once. Where each one's mean depends on that parameter alone, say so in the class by"
-                " per_parameter = True"
+                f"reproducible=True and {describe(compressor)} cannot be combined: its `average` may mix the parameters"
+                " of a bucket. If it does not, set per_parameter = True in the class"
             )
 
 
@@ -84,7 +84,6 @@ def refuse_hook(hook: Callable[..., Any]) -> None:
         return
     name = getattr(hook, "__qualname__", repr(hook))
     raise InvalidArgumentError(
-        f"reproducible=True: the communication hook {name} gets whole buckets, and what it makes of them may depend on"
-        " what is in one. Where the mean of each parameter depends on that parameter alone, say so by"
-        f" {name}.per_parameter = True; all-reduces of the model's process group add in rank order"
+        f"reproducible=True and the communication hook {name} cannot be combined: it may mix the parameters of a"
+        f" bucket. If it does not, set {name}.per_parameter = True"
     )

@@ -1,7 +1,7 @@
 """torch.nn.SyncBatchNorm for CPU tensors: batch statistics over all ranks.
 
-torch's own layer refuses them, for want of the CUDA kernels it is built on. `RingDP` lets the layers it finds compute
-with what is here; anything else (evaluation, other devices, no process group) stays torch's.
+torch's own layer refuses them, for want of the CUDA kernels it is built on. `RingDP` replaces the forward of the layers
+it finds by the one here; all else (evaluation, other devices, no process group) stays torch's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Looks at each optimizer's step whether it applies gradients of a RingDP that were not averaged over the ranks.
+"""Warns where an optimizer's step applies gradients of a RingDP that were not averaged over the ranks.
 
 The reducer knows of each gradient that stayed in ``.grad`` without being averaged: its backward ran under ``no_sync``,
 or went through no output of the wrapper's forward. Whether an optimizer applies it is seen by hooks on all optimizers
-of the process. In the steps of other programs they cost a look-up and a call that reads a number.
+of the process. For optimizers without such parameters they cost a look-up and a call that reads a number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OptimizerWatch:
         self._registered = False
 
     def watch(self, wrapper: Any) -> None:
-        """A new wrapper, or one whose parameters are others now."""
+        """Register a new wrapper, or one whose parameters have changed."""
         self._wrappers.add(wrapper)
         self._changes += 1
         if not self._registered:
@@ -78,10 +78,11 @@ optimizers = OptimizerWatch()
 
 
 def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
-    """`optimizer` has stepped, and some gradient of the wrapper was not averaged, unless by one of `others`."""
+    """Called when `optimizer` has stepped and some gradient of the wrapper was not averaged, unless by one of
+    `others`."""
     if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
         return
-    if wrapper._told_unaveraged and not wrapper._guard_counts_local_steps:
+    if wrapper._warned_unaveraged and not wrapper._guard_counts_local_steps:
         return
     mine = _ids(optimizer)
     for other in others:
@@ -90,20 +91,20 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     if not applied:
         return
     wrapper._stepped_alone()
-    # The program may have averaged them itself: then it has written them, and sent about as much.
+    # The program may have averaged them itself: then it has written to them, and sent about as many bytes.
     _, nbytes, sent = wrapper.reducer.unaveraged()
     by_hand = 4 * sent >= nbytes or sent < 0
-    told = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
-    if not told or wrapper._told_unaveraged:
+    gathered = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
+    if not gathered or wrapper._warned_unaveraged:
         return
-    wrapper._told_unaveraged = True
+    wrapper._warned_unaveraged = True
     causes = [
-        _listed([name for name, _, under_no_sync, _ in told if under_no_sync], _UNDER_NO_SYNC),
-        _listed([name for name, _, under_no_sync, _ in told if not under_no_sync], _PAST_THE_WRAPPER),
+        _listed([name for name, _, under_no_sync, _ in gathered if under_no_sync], _UNDER_NO_SYNC),
+        _listed([name for name, _, under_no_sync, _ in gathered if not under_no_sync], _PAST_THE_WRAPPER),
     ]
     _log.warning(
-        "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks: %s. Where they"
-        " differ between ranks, the replicas drift apart. This appears once; guard_every=0 says that it is meant.",
+        "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"
+        " drift apart: %s. Logged once; guard_every=0 turns it off.",
         wrapper.process_group.rank(),
         type(optimizer).__name__,
         type(wrapper.module).__name__,
@@ -124,12 +125,12 @@ def _left_over(wrapper: Any) -> list[tuple[str, torch.nn.Parameter, bool, bool]]
 
 
 _UNDER_NO_SYNC = (
-    "whose last backward was under no_sync(): run the last micro-batch before each step outside of it, also the last"
-    " one of an epoch (ringdp.LocalSGD and ringdp.DiLoCo let ranks step alone and average parameters)"
+    "whose last backward was under no_sync(): run the last micro-batch before each step outside of it (ringdp.LocalSGD"
+    " and ringdp.DiLoCo let ranks step alone)"
 )
 _PAST_THE_WRAPPER = (
     "whose last backward went through no output of the wrapper's forward: call the wrapper (model(x)), not the module"
-    " inside it (model.module(x), a method of model.module), and let each backward begin at its outputs"
+    " inside it (model.module(x), a method of model.module)"
 )
 
 

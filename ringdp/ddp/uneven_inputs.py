@@ -12,12 +12,13 @@ from ringdp.ddp.batch_weight import WeightedModule
 
 
 class UnevenInputs(WeightedModule, DistributedDataParallel):
-    """What torch's Join calls, on ranks with input and without. Owner, thread: the wrapper's."""
+    """Called by torch's Join, on ranks with input and without. Owner, thread: the wrapper's."""
 
     reducer: Any
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
-        """As torch's; a rank without input learns how many have some, which its part of a compressed bucket needs."""
+        """As torch's; a rank without input gets the number of ranks with input, which its part of a compressed bucket
+        needs."""
         syncs = float(not is_joined_rank and self.require_backward_grad_sync)
         ranks = torch.full((1,), syncs, device=self.device, dtype=torch.float32)
         work = dist.all_reduce(ranks, group=self.process_group, async_op=True)
@@ -35,4 +36,4 @@ class UnevenInputs(WeightedModule, DistributedDataParallel):
         self.reducer.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
+        """Does nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""

@@ -48,7 +48,7 @@ from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_b
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
-from ringdp.ddp.refusal import COMPARING_MODELS, tells_refusal
+from ringdp.ddp.refusal import COMPARING_MODELS, report_refusals
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
@@ -57,7 +57,7 @@ from ringdp.diagnosis.window import REPORT_FORM
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
-from ringdp.job.backend import BACKEND, backend_of, has_average, hear_extension, named
+from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class RingDP(
       ``.grad`` that the program keeps stays as it was, and a view of one may show the next step's values. With
       ``gradient_as_bucket_view=False`` it is memory of its own, which costs a copy into the bucket and one back.
     - Gradients are averaged in the type that ``parameter.grad_dtype`` gives them.
-    - A parameter that was frozen or unfrozen (``requires_grad_``) is noticed at the next forward that trains and
+    - A parameter that was frozen or unfrozen (``requires_grad_``) is found at the next forward that trains and
       synchronises: the buckets are laid out anew. Ranks that do not freeze the same get a MismatchError.
-    - A parameter that was replaced, added or removed after wrapping is noticed there, too. New ones become rank 0's,
+    - A parameter that was replaced, added or removed after wrapping is found there, too. New ones become rank 0's,
       unless ``init_sync=False``; ranks that do not change the same get a MismatchError.
     - ``find_unused_parameters=None`` (the default): a backward that left parameters without gradient ends as with True
       (zeros count for them, None stays where no rank had one) and a warning names them once. False raises DDP's error
-      at the next forward, with their names. True says that it is meant; buckets the graph cannot fill leave early.
+      at the next forward, with their names. True: no warning, and buckets that the graph cannot fill leave early.
     - `load_state_dict` also takes the keys of the bare module.
 
     Args:
@@ -111,32 +111,32 @@ class RingDP(
             Biases, norms and tensors under 1,024 elements stay exact unless a rule says otherwise.
         rules: pairs of a condition (pattern of names, size, type of module) and a compressor or None; see
             `ringdp.compression.Rules`.
-        unmatched_rules: what a rule is that no parameter fits: "error" (the default), or "warn" where rules are meant
-            for several models.
+        unmatched_rules: the treatment of a rule that no parameter fits: "error" (the default), or "warn" where rules
+            are meant for several models.
         warmup_steps: how many steps are exact before compression begins.
         allow: what ``compression="auto"`` may choose among, as it measures: "exact", "near" (the default: bfloat16 and
             int8), "4bit", "aggressive" (also the largest 1 %).
-        scaler: a torch.amp.GradScaler that scales this module's losses, so that what compression remembers stays right
-            when the scale changes. `ringdp.amp.GradScaler` need not be given.
+        scaler: a torch.amp.GradScaler that scales this module's losses, so that compression's residuals stay right when
+            the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
             (torch.float32 for bfloat16 or float16 ones); None: in their own.
-        weight: how much a rank's batch counts in the average. None (the default): all ranks count the same, as in DDP.
-            "samples": as many times as the first dimension of the first tensor that its forward gets; "call": as
-            `set_weight` says before each forward. Then the gradient is the one of the mean loss over the samples of
-            all ranks, and of all micro-batches under `no_sync` (do not divide their losses by how many they are).
+        weight: the weight of a rank's batch in the average. None (the default): all ranks count the same, as in DDP.
+            "samples": the first dimension of the first tensor that its forward gets; "call": the number given to
+            `set_weight` before each forward. Then the gradient is the one of the mean loss over the samples of all
+            ranks, and of all micro-batches under `no_sync` (do not divide their losses by how many they are).
         gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from
             the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
             so does RINGDP_GRADIENT_POOL=0.
-        guard_every: steps within which a parameter, or a buffer that is not broadcast, is found that ranks do not have
-            alike to the bit, such as 100; on the CPU. 0: nothing is compared. None, the default: parameters alone,
+        guard_every: steps, such as 100, within which a parameter, or a buffer that is not broadcast, is found that is
+            not equal to the bit on all ranks; on the CPU. 0: nothing is compared. None, the default: parameters alone,
             within 500 steps, over ring, unless ``init_sync=False`` or a communication hook lets them differ.
-        on_divergence: what is done then: "raise", the default where guard_every is a number; "warn" once for each
-            tensor, the default otherwise; or "sync": copy it from the majority of the ranks.
+        on_divergence: the action after a difference: "raise", the default where guard_every is a number; "warn" once
+            for each tensor, the default otherwise; or "sync": copy it from the majority of the ranks.
         guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
         reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
-            hosts, and any placement of the ranks on them, at one number of ranks: all-reduces of `process_group` add
-            in rank order from now on, whoever calls them. See docs/how-to/reproducible.md for what it costs on several
-            hosts of several ranks.
+            hosts, and any placement of the ranks on them, at one number of ranks. This also changes every other
+            all-reduce of `process_group`: they add in rank order. See docs/how-to/reproducible.md for what it costs on
+            several hosts of several ranks.
         *positional: torch's other arguments in its order.
         **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
 
@@ -151,7 +151,7 @@ class RingDP(
     logger: ReducerLog
 
     @shows_all_arguments
-    @tells_refusal
+    @report_refusals
     def __init__(
         self,
         module: torch.nn.Module,
@@ -201,7 +201,7 @@ class RingDP(
                 stacklevel=4,
             )
         self._before_forward: list[Callable[[], None]] = []
-        self._told_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
+        self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
@@ -235,13 +235,13 @@ class RingDP(
             self.mixed_precision = self._precision
             compute_in_low_precision(self)
 
-    # What torch's constructor and __setstate__ call.
+    # Called by torch's constructor and __setstate__.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         self._sharded = ShardedParameters.of(self.module, self.process_group)
         if self._sharded is not None:
             if self._precision is not None:
-                raise InvalidArgumentError("mixed_precision and DTensor parameters do not go together: use autocast")
+                raise InvalidArgumentError("mixed_precision and DTensor parameters cannot be combined: use autocast")
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
         self._refuse_unusable()
         compares = self.__dict__.pop("_compare_models", False)
@@ -257,7 +257,7 @@ class RingDP(
                     settings=self._settings_to_agree_on(),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
-                self._devices.tell(self.process_group.rank())
+                self._devices.log_mixed(self.process_group.rank())
         built = super()._build_params_for_reducer()
         self._note_what_is_not_plain()
         if compares:
@@ -293,7 +293,7 @@ class RingDP(
         names = [one.name for one in watched]
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
-        hear_extension()
+        connect_log()
         self._repaired = repair.steps_are_repaired(self)
         if self._repaired:
             repair.refuse_what_cannot_be_repaired(self)
@@ -379,8 +379,8 @@ class RingDP(
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
-                "RingDP's forward cannot be captured in a CUDA graph: what its reducer does is decided on the host in"
-                " every step. Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
+                "RingDP's forward cannot be captured in a CUDA graph: its reducer decides on the host in every step."
+                " Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
             )
         if in_backward():
             self.reducer.called_in_backward()
@@ -402,7 +402,8 @@ class RingDP(
         return prepared
 
     def _between_steps(self) -> None:
-        """What looks at every step, where all ranks have the same buffers, and before the module's own operations."""
+        """Run the parts that look at every step, where all ranks have the same buffers, before the module's own
+        operations."""
         if in_backward():
             return  # checkpointing repeats a forward
         self._monitor.before_forward()
@@ -436,9 +437,8 @@ class RingDP(
         synchronise_on_cpu(module)
 
     def _repeat_batch(self) -> None:
-        """The forwards up to the next backward that synchronises are of the batch whose forward has failed.
-
-        What it has sent (buffers, the batch's weight) is not sent again.
+        """Treat the forwards up to the next backward that synchronises as those of the batch whose forward failed. Its
+        buffers and weight are not sent again.
         """
         self._repeated_after = self.reducer.steps()
         self.reducer.repeat_batch()
@@ -460,14 +460,15 @@ class RingDP(
                 parameter.grad.detach_().zero_()
 
     def stats(self) -> Stats:
-        """What reducing gradients cost; reading it costs a call, keeping it two clock readings per step."""
+        """The costs of reducing gradients; keeping them costs two clock readings per step."""
         return Stats(**self.reducer.stats())
 
     def report(self) -> Report:
-        """Where the time of the last steps went, on all ranks, what costs most, and what helps. Prints as tables.
+        """Where the time of the last steps went, on all ranks, the largest cost, and a remedy. Prints as tables.
 
-        The ranks tell each other after 10 steps and then every 20 (RINGDP_REPORT_EVERY), beside the training; this is
-        what they told last, and waits for nobody. Rank 0 logs the verdict when communication costs a fifth of a step.
+        The ranks exchange their times after 10 steps and then every 20 (RINGDP_REPORT_EVERY), beside the training; this
+        is their last exchange, and does not communicate. Rank 0 logs the verdict when communication costs a fifth of a
+        step.
         """
         return self._monitor.report()
 
@@ -480,7 +481,7 @@ class RingDP(
         once, before the first backward.
 
         Raises:
-            TypeError, ValueError: not a hook, as DistributedDataParallel says it.
+            TypeError, ValueError: not a hook, as by DistributedDataParallel.
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
@@ -524,7 +525,7 @@ class RingDP(
             repair.refuse('compression="auto", where it chooses among codecs,')
         return attached
 
-    # The rest of torch's surface that names the reducer's type.
+    # The rest of torch's methods that use the reducer's type.
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         self._has_rebuilt_buckets = False
@@ -558,7 +559,7 @@ class RingDP(
     def _register_delay_all_reduce_hook(
         self, bucket_cap_mb: int, param_to_hook_all_reduce: torch.Tensor, device_ids: Any
     ) -> None:
-        """On the parameters' device, also where device_ids does not say it."""
+        """On the parameters' device, also without device_ids."""
         devices = [self._delay_all_reduce_params[0].device]
         super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, devices)
 

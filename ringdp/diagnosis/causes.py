@@ -1,4 +1,4 @@
-"""What keeps a slow rank from being as fast as the others, of a window. Pure: no clock, no file."""
+"""The cause for which a rank was slower than the others in a window. Pure: no clock, no file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import Window
 
@@ -22,7 +22,7 @@ SLOWS_ALL = ("quota", "memory", "core", "speed")
 
 @dataclass(frozen=True)
 class Cause:
-    """What keeps a slow rank: a name of `Verdict.cause`, why that is said, and the remedy."""
+    """The cause of a slow rank: a name of `Verdict.cause`, the reason, and the remedy."""
 
     name: str
     why: str
@@ -30,12 +30,12 @@ class Cause:
 
 
 def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
-    """Of a rank that is slower than the others, most of all in that phase."""
+    """The cause for a rank that is slower than the others, most of all in that phase."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
     period, host = facts.period_s, facts.host or "its host"
     if period <= 0 or not rest:
-        return Cause("work", "what keeps it is not known", _less_work(host))
+        return Cause("work", "the cause is not known", _less_work(host))
 
     def share(name: str) -> tuple[float, float]:
         """Of the time, of this rank and of the median of the others."""
@@ -46,7 +46,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
     excess = float(parts.own[rank].sum() - others_of(parts.own.sum(1, keepdim=True))[rank, 0]) / step
 
     def explains(name: str) -> bool:
-        """Most of what the rank takes longer."""
+        """Most of the time by which the rank is slower."""
         its, others = share(name)
         return its - others >= max(KEPT_OFF, MOST * excess)
 
@@ -56,7 +56,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
     if explains("throttled_s"):
         return Cause(
             "quota",
-            f"its cgroup was throttled {throttled:.0%} of the time: {quota_in_words(facts)}",
+            f"its cgroup was throttled {throttled:.0%} of the time: {describe_quota(facts)}",
             f"raise that quota (cpu.max, or limits.cpu of its pod), or {_less_work(host)}",
         )
     if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
@@ -69,7 +69,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
         return Cause(
             "core",
             f"for {ready:.0%} of the time other threads had the core that it wanted",
-            f"end what else computes on {host} (top shows it), or lower OMP_NUM_THREADS where ranks share cores",
+            f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
         )
     speed = _core_speed(window, rank)
     computed = min(float(parts.own[rank].sum()) / step, cpu)
@@ -114,5 +114,5 @@ def others_of(values: Tensor) -> Tensor:
     return torch.stack([values[others].median(0).values for others in rest])
 
 
-def quota_in_words(facts: Facts) -> str:
+def describe_quota(facts: Facts) -> str:
     return f"its quota is {facts.quota_cores:.3g} CPUs" if facts.quota_cores > 0 else "its CPU quota is too small"

@@ -1,4 +1,4 @@
-"""How far the clocks of ranks on different hosts are apart, from operations that all of them took part in.
+"""The differences between the clocks of ranks on different hosts, from operations in which all of them took part.
 
 An all-gather ends on a rank only after every rank has issued it. So on the clock of rank j, its end is later than its
 issue on the
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ringdp.diagnosis.facts import Facts
-from ringdp.diagnosis.window import Told
+from ringdp.diagnosis.rank_facts import Facts
+from ringdp.diagnosis.window import Stamps
 
 _DRIFT = 100e-6  # of two clocks against each other, at most
 
@@ -22,8 +22,8 @@ class Offset:
     """A rank's clock minus rank 0's.
 
     Attributes:
-        seconds: the middle of what is possible; None: nothing is known yet.
-        error_s: it may be off by so much.
+        seconds: the middle of the possible values; None: not known yet.
+        error_s: the largest error of `seconds`.
     """
 
     seconds: float | None
@@ -59,21 +59,21 @@ class Clocks:
     _now: float = 0.0
     _same: list[bool] = field(default_factory=list)
 
-    def hear(self, told: Sequence[Told], facts: Sequence[Facts]) -> None:
-        """What all ranks told at the same step, by rank."""
-        if len(self._bounds) != len(told):
-            self._bounds = [_Bound() for _ in told]
+    def receive(self, stamps: Sequence[Stamps], facts: Sequence[Facts]) -> None:
+        """Take all ranks' stamps of the same step, by rank."""
+        if len(self._bounds) != len(stamps):
+            self._bounds = [_Bound() for _ in stamps]
         self._same = [bool(one.kernel) and one.kernel == facts[0].kernel for one in facts]
-        first = told[0]
+        first = stamps[0]
         self._now = first.now_ns * 1e-9
-        for bound, other in zip(self._bounds, told, strict=True):
+        for bound, other in zip(self._bounds, stamps, strict=True):
             if first.ended_ns and other.ended_ns:
                 bound.narrow(
                     (other.issued_ns - first.ended_ns) * 1e-9, (other.ended_ns - first.issued_ns) * 1e-9, self._now
                 )
 
     def offsets(self) -> list[Offset]:
-        """By rank, as of what was heard last; [] before that. Ranks of one running kernel share a clock."""
+        """By rank, from the last stamps; [] before them. Ranks of one running kernel share a clock."""
         return [
             Offset(0.0, 0.0) if same else bound.offset(self._now)
             for bound, same in zip(self._bounds, self._same, strict=True)

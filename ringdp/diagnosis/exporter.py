@@ -22,7 +22,7 @@ _GAUGES = {
     "ringdp_compression_ratio": ("ratio", "How many times smaller the gradients' codes are."),
     "ringdp_busbw_bytes_per_second": (
         "busbw_bytes_per_s",
-        "What a link carried of the gradients, in nccl-tests' sense.",
+        "Bandwidth of the gradients on a link (busbw of nccl-tests).",
     ),
     "ringdp_skipped_steps": ("skipped", "Steps whose gradients were not finite."),
     "ringdp_memory_bytes": ("memory_bytes", "Resident memory of the rank."),
@@ -39,13 +39,13 @@ def check() -> None:
 class Collector:
     """Reads the folder whenever Prometheus asks, on a thread for each question.
 
-    A file that cannot be read keeps the other ranks from nothing: it is served with the reason, and logged once.
+    A file that cannot be read does not hide the other ranks: it is served with the reason, and logged once.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._told: dict[Path, str] = {}  # why a file could not be read, as logged
+        self._logged: dict[Path, str] = {}  # why a file could not be read, as logged
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
@@ -59,7 +59,7 @@ class Collector:
             "ringdp_phase_seconds", "Where a step goes, the mean of 20.", labels=[*labels, "phase"]
         )
         waits = GaugeMetricFamily("ringdp_peer_wait_seconds", "Waiting for a slow rank.", labels=[*labels, "slow_rank"])
-        logged = GaugeMetricFamily("ringdp_logged", "What ringdp.metrics.log was given.", labels=[*labels, "name"])
+        logged = GaugeMetricFamily("ringdp_logged", "Values given to ringdp.metrics.log.", labels=[*labels, "name"])
         for one in states:
             who = [str(one.rank), str(one.last.get("host", ""))]
             for name, (key, _) in _GAUGES.items():
@@ -80,15 +80,15 @@ class Collector:
         yield from (*families.values(), steps, phase, waits, logged, unread)
 
     def _read(self, failed: dict[Path, str]) -> list[RankState]:
-        """Fills `failed` with why a file could not be read."""
+        """Fills `failed` with the reason for each file that could not be read."""
 
         def unreadable(file: Path, error: OSError) -> None:
             failed[file] = error.strerror or str(error)
 
         states = read(self._folder, unreadable=unreadable)
         with self._lock:
-            new = {file: reason for file, reason in failed.items() if self._told.get(file) != reason}
-            self._told = dict(failed)
+            new = {file: reason for file, reason in failed.items() if self._logged.get(file) != reason}
+            self._logged = dict(failed)
         for file, reason in new.items():
             _log.warning("metrics: %s cannot be read (%s); the other ranks are served without it", file, reason)
         return states

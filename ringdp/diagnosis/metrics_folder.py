@@ -1,4 +1,4 @@
-"""Reads what the ranks write into a metrics folder, while they write: the last steps of each rank, and their means."""
+"""Reads a metrics folder while the ranks write to it: the last steps of each rank, and their means."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankState:
 
     @property
     def logged(self) -> dict[str, float]:
-        """What the program gave to `ringdp.metrics.log` with the last step."""
+        """The values given to `ringdp.metrics.log` with the last step."""
         values = {name: value for name, value in self.last.items() if name not in OWN_NAMES}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
@@ -107,11 +107,11 @@ def read(folder: Path, *, over: int = 20, unreadable: Callable[[Path, OSError], 
     Ranks that the job of the newest record does not have are left out: they are of an earlier one, or were lost.
 
     Args:
-        unreadable: is told of a file that cannot be read, which is left out then.
+        unreadable: is called with a file that cannot be read, and the reason; such a file is then left out.
 
     Raises:
         InvalidArgumentError: the folder is not there.
-        OSError: a file cannot be read, and there is nothing that is told so.
+        OSError: a file cannot be read, and `unreadable` was not given.
     """
     states: dict[int, RankState] = {}
     for file in rank_files(folder):

@@ -1,4 +1,4 @@
-"""Watches the steps of one RingDP: hears what all ranks tell, logs a verdict, and hands each step on."""
+"""Watches the steps of one RingDP: receives all ranks' messages, logs a verdict, and hands each step to the records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.diagnosis.clocks import Clocks, Offset
-from ringdp.diagnosis.facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
+from ringdp.diagnosis.rank_facts import ATTACHED_BYTES, FACTS_BYTES, FactCounters
 from ringdp.diagnosis.records import StepRecords, StepTaken, step_records
 from ringdp.diagnosis.remedies import Sent
 from ringdp.diagnosis.report import NOTHING_YET, BucketTimes, RankRow, Report, clock_of
@@ -27,7 +27,7 @@ from ringdp.text import format_time
 
 _log = logging.getLogger("ringdp.report")
 _STEP_ENDED, _FACTS_WANTED, _WINDOW_CAME = 1, 2, 4  # of csrc/torch/reducer/step_report.h
-_LEAST_PERIOD_S = 1.0  # between two windows that are looked at unasked: of short steps there are many
+_LEAST_PERIOD_S = 1.0  # between two windows that are read unasked: of short steps there are many
 _PERIOD_OF_COST = 4000  # and at least so many times what the last look took
 _LEAST_LOST_S = 5e-3  # a step; less is no use to anyone
 _numbers = itertools.count()  # of the monitors of this process
@@ -35,19 +35,19 @@ _REPEAT_S = 300.0  # between two lines that say the same
 
 
 class Attached(Protocol):
-    """What else travels with what the ranks tell each other."""
+    """A part of the message that the ranks exchange about their steps."""
 
     def message(self) -> bytes:
         """This rank's, of `ATTACHED_BYTES`, in the forward before the backward that carries it."""
 
-    def hear(self, step: int, told: list[bytes]) -> None:
+    def receive(self, step: int, gathered: list[bytes]) -> None:
         """By rank; zeros of one that gave none. In the backward after step `step`."""
 
 
 class Gradients(Protocol):
-    """What hears of a hash of each rank's gradients."""
+    """Receives a hash of each rank's gradients."""
 
-    def hear(self, rank: int, step: int, told: Sequence[bytes]) -> None:
+    def receive(self, rank: int, step: int, gathered: Sequence[bytes]) -> None:
         """By rank, `ATTACHED_BYTES` of each, at rank `rank`. In the backward after step `step`."""
 
 
@@ -55,8 +55,8 @@ class StepMonitor:
     """Used by the thread that runs forward.
 
     Args:
-        reducer: whose steps these are; RingDP makes another one now and then, and then another monitor.
-        group: of its ranks.
+        reducer: the reducer of these steps; where RingDP makes another one it makes another monitor, too.
+        group: the group of its ranks.
     """
 
     def __init__(self, reducer: Any, group: dist.ProcessGroup) -> None:
@@ -75,11 +75,13 @@ class StepMonitor:
         self._clocks = Clocks()
         self._window: Window | None = None
         self._parts: Split | None = None
-        self._waited: tuple[int, float] | None = None  # for whom this rank waited in the window, and how long a step
+        self._waited: tuple[int, float] | None = (
+            None  # the rank that this one waited for in the window, and seconds a step
+        )
         self._judged_last: tuple[Window, Verdict] | None = None
-        self._told: Verdict | None = None
-        self._told_at = 0.0
-        self._hear_again_at = 0.0
+        self._logged: Verdict | None = None
+        self._logged_at = 0.0
+        self._next_read_at = 0.0
         self._recorded = 0  # the last step that was
         self._records = step_records()
         self._number = next(_numbers)
@@ -108,14 +110,14 @@ class StepMonitor:
             self._reducer.set_facts(facts)
         if bits & _WINDOW_CAME:
             self.take()
-        if self._messages is not None and time.monotonic() >= self._hear_again_at:
+        if self._messages is not None and time.monotonic() >= self._next_read_at:
             began = time.monotonic()
-            self._hear()
+            self._read()
             ended = time.monotonic()
-            self._hear_again_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
+            self._next_read_at = ended + max(_LEAST_PERIOD_S, _PERIOD_OF_COST * (ended - began))
 
     def __del__(self) -> None:
-        # A script whose model lives in a function lets go of it before the process ends.
+        # A model that lives in a function is freed before the process ends.
         records: StepRecords | None = self.__dict__.get("_records")
         if records is not None and records.open:
             self.record_last()
@@ -126,10 +128,10 @@ class StepMonitor:
         self._recorded = self._reducer.last_step()[0]
 
     def group_replaced(self, group: dist.ProcessGroup) -> None:
-        """The reducer averages over another group from now on."""
+        """Called when the reducer averages over another group from now on."""
         self._group, self._clocks, self._window, self._parts = group, Clocks(), None, None
         self._place = group.rank(), group.size()
-        self._told = self._messages = self._waited = None
+        self._logged = self._messages = self._waited = None
         self._counters.forget_links()
 
     def _step_ended(self) -> None:
@@ -147,8 +149,8 @@ class StepMonitor:
             self._timelines.add_step(steps, named, self._reducer.times(), self._clock())
 
     def report(self) -> Report:
-        """Of what the ranks told last. Waits for nobody."""
-        self._hear()
+        """The report of the ranks' last messages. Does not communicate."""
+        self._read()
         window, parts = self._window, self._parts
         if window is None or parts is None or window.rows.shape[1] == 0:
             return NOTHING_YET
@@ -183,7 +185,7 @@ class StepMonitor:
         return Report(window.step, window.rows.shape[1], tuple(rows), self._buckets(), verdict)
 
     def take(self) -> None:
-        """Hear what the ranks have told each other, if there is something new."""
+        """Take the ranks' messages, if new ones have come."""
         messages = self._reducer.take_window()
         if messages is None:
             return
@@ -191,34 +193,34 @@ class StepMonitor:
         rank = self._group.rank()
         step = step_of(messages[rank])
         if self.attached is not None:
-            self.attached.hear(step, [one[-ATTACHED_BYTES:] for one in messages])
+            self.attached.receive(step, [one[-ATTACHED_BYTES:] for one in messages])
         if self.gradients is not None:
-            self.gradients.hear(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
+            self.gradients.receive(rank, step, [one[-2 * ATTACHED_BYTES : -ATTACHED_BYTES] for one in messages])
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         self.take()
         messages, self._messages = self._messages, None
         if messages is None:
             return
         self._window = Window.unpacked(messages, FACTS_BYTES)
-        self._clocks.hear(self._window.told, self._window.facts)
+        self._clocks.receive(self._window.stamps, self._window.facts)
         if self._window.rows.shape[1] == 0:
             return
         self._parts = split(self._window)
         rank = self._group.rank()
         self._waited = int(self._parts.slowest[rank]), float(self._parts.peer_wait[rank])
         if rank == 0:
-            self._tell(self._window, self._parts)
+            self._log_verdict(self._window, self._parts)
 
-    def _tell(self, window: Window, parts: Split) -> None:
+    def _log_verdict(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
         verdict = self._judged(window, parts)
         lost = verdict.cost if verdict.kind == "host" else parts.cost
         if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
-        if verdict.kind == "none" or (verdict.same_as(self._told) and time.monotonic() - self._told_at < _REPEAT_S):
+        if verdict.kind == "none" or (verdict.same_as(self._logged) and time.monotonic() - self._logged_at < _REPEAT_S):
             return
-        self._told, self._told_at = verdict, time.monotonic()
+        self._logged, self._logged_at = verdict, time.monotonic()
         self._verdict = str(verdict)
         _log.warning(
             "step %d: %.0f %% of a step (%s of %s) is not computing. %s",
@@ -317,7 +319,7 @@ def _bucket_times(row: Mapping[str, Any], record: Any, algorithms: Mapping[int, 
 
 
 def _link_shares(window: Window, parts: Split, verdict: Verdict) -> float:
-    """The share of communication that a slow link is the reason of: what the others' speed would have saved."""
+    """The share of communication that a slow link causes: the time that the others' speed would have saved."""
     if verdict.kind != "link" or verdict.rank is None:
         return 0.0
     usual = usual_rate([facts for facts in window.facts if facts.link_to >= 0])
@@ -338,7 +340,7 @@ class _OptimizerHook:
 
 
 def note_optimizers() -> None:
-    """From now on each optimizer's step of this process counts as such."""
+    """Count each optimizer's step of this process from now on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if not _OptimizerHook.registered:

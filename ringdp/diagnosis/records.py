@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ringdp import config
-from ringdp.diagnosis.facts import memory_bytes
+from ringdp.diagnosis.rank_facts import memory_bytes
 from ringdp.diagnosis.window import FIELDS
 
 _log = logging.getLogger("ringdp.metrics")
@@ -204,7 +204,7 @@ class StepRecords:
             return None
 
     def _lost(self, what: str, error: Exception) -> None:
-        """Said once of each."""
+        """Log each reason once."""
         if what not in self._failed:
             self._failed.add(what)
             _log.warning("metrics of rank %d are lost: %s: %s", self.rank, what, error)
@@ -271,7 +271,7 @@ class TensorBoard:
 
 @functools.cache
 def step_records() -> StepRecords | None:
-    """As RINGDP_METRICS_DIR says; None where nobody wants records. Made once, when it is first asked for.
+    """The records of this process, by RINGDP_METRICS_DIR; None where it is not set. Made at the first call.
 
     Raises:
         InvalidArgumentError: RINGDP_TENSORBOARD without the package or without a folder.

@@ -1,4 +1,4 @@
-"""What helps against communication that a step has to wait for, with what it should bring by the cost model."""
+"""Remedies for communication that a step has to wait for, each with its gain by the cost model."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def remedy_for_communication(parts: Split, sent: Sent) -> str:
     ideas.append((step - exposed / 2, "accumulate gradients over two batches (no_sync)"))
     ideas.sort(key=lambda one: one[0])
     worth = [one for one in ideas if one[0] <= (1 - _WORTH) * step] or ideas[:1]
-    told = [
+    lines = [
         f"{text}: {format_time(seconds)} instead of {format_time(step)} a step is expected" for seconds, text in worth
     ]
-    return "; or ".join(told)
+    return "; or ".join(lines)
 
 
 def fitted(sent: Sent) -> tuple[AlgorithmCosts, HostLayout]:

@@ -1,4 +1,4 @@
-"""What `RingDP.report` returns: the last steps of all ranks, the buckets of this one, and the verdict."""
+"""The result of `RingDP.report`: the last steps of all ranks, the buckets of this one, and the verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankRow:
     `step_s`.
 
     Attributes:
-        rank, host: who.
+        rank, host: the rank and its host.
         step_s: the whole step.
         between_s: after the optimizer and before the forward: data loading, evaluation, logging.
         forward_s: the forward and the loss.
@@ -28,7 +28,7 @@ class RankRow:
         exposed_s: waiting for communication beyond that.
         coding_s: of the last two, about, encoding and decoding.
         clock_s: this rank's clock minus rank 0's; None: not known yet.
-        clock_error_s: by how much that may be off.
+        clock_error_s: the largest error of that.
         memory_bytes: resident memory.
     """
 
@@ -83,11 +83,11 @@ class Report:
     """Prints as tables, with the verdict above.
 
     Attributes:
-        step: the last step that it is about; 0: the ranks have not told each other anything yet.
+        step: the last step that it covers; 0: the ranks have not exchanged any message yet.
         steps: how many.
         ranks: a row for each rank.
         buckets: a row for each bucket of this rank.
-        verdict: what costs most; None: nothing was told yet.
+        verdict: the largest cost; None: no message has come yet.
     """
 
     step: int
@@ -98,7 +98,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.verdict is None:
-            return "No report yet: after 10 steps the ranks tell each other how they spent them (one rank alone never)."
+            return "No report yet: the ranks exchange their times after 10 steps (one rank alone never)."
         parts = [str(self.verdict), self._split(), self._clocks(), self._buckets()]
         return "\n\n".join(part for part in parts if part)
 
@@ -130,8 +130,8 @@ class Report:
         known = [one for one in self.ranks if one.clock_error_s > 0 and one.clock_s is not None]
         if not known:
             return ""
-        told = [f"rank {one.rank} {one.clock_s * 1e3:+.3f} ms (± {one.clock_error_s * 1e3:.3f})" for one in known]  # type: ignore[operator]
-        return "clocks against rank 0's: " + ", ".join(told)
+        shown = [f"rank {one.rank} {one.clock_s * 1e3:+.3f} ms (± {one.clock_error_s * 1e3:.3f})" for one in known]  # type: ignore[operator]
+        return "clocks against rank 0's: " + ", ".join(shown)
 
     def _buckets(self) -> str:
         rows = [

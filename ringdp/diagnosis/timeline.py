@@ -1,4 +1,4 @@
-"""The timeline of a job: what each rank did when, as a trace that Perfetto and chrome://tracing open.
+"""The timeline of a job: the operations of each rank over time, as a trace that Perfetto and chrome://tracing open.
 
 Each rank collects its own events, bounded, and writes a file; `merge` puts the files of all ranks, and traces of
 torch.profiler, on one clock. The format is Chrome's trace event format; timestamps count from the same origin as those
@@ -33,12 +33,12 @@ def origin_ns(at_ns: int) -> int:
 
 @dataclass(frozen=True)
 class Clock:
-    """How this rank's times become those of the trace.
+    """The conversion of this rank's times to those of the trace.
 
     Attributes:
         to_epoch_ns: what is added to time.monotonic_ns().
         offset_ns: this rank's monotonic clock minus rank 0's; None: not known.
-        error_ns: by how much that may be off.
+        error_ns: the largest error of that.
     """
 
     to_epoch_ns: int
@@ -125,7 +125,7 @@ class Timeline:
             arrow = _arrow_id(f"{group}:{record.sequence}:{ends[0]}:{ends[1]}:{number}")
             kind = (_TO if flow.sends else _FROM) + 100 * flow.peer
             verb = f"{'send to' if flow.sends else 'receive from'} rank {flow.peer}: {name}"
-            end_ns = max(flow.last_ns, flow.first_ns + 1)  # one frame comes in no time, and its arrow needs a slice
+            end_ns = max(flow.last_ns, flow.first_ns + 1)  # a single frame has no duration, and its arrow needs a slice
             if flow.sends:
                 track = self._lanes.take(kind, flow.first_ns, end_ns)
             else:
@@ -172,7 +172,7 @@ class Timeline:
         self._events.append({**event, "args": about} if about else event)
 
     def as_dict(self, clock: Clock, host: str) -> dict[str, Any]:
-        """What a rank's file holds: its events in ns of its own clock, and how to read that."""
+        """The content of a rank's file: its events in ns of its own clock, and the clock's difference to others."""
         about = {"rank": self.rank, "host": host, "left_out": self.left_out, **clock.__dict__}
         return {"ringdp": about, "events": list(self._events)}
 
@@ -192,7 +192,7 @@ def _arrow_id(what: str) -> int:
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The trace of all ranks, on rank 0's clock: what `as_dict` gave of each.
+    """The trace of all ranks, on rank 0's clock, from the `as_dict` of each.
 
     Raises:
         InvalidArgumentError: there is nothing to merge.

@@ -1,4 +1,4 @@
-"""Where timelines are begun and ended: `ringdp.timeline`, and RINGDP_TIMELINE."""
+"""The begin and end of timelines: `ringdp.timeline`, and RINGDP_TIMELINE."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Timelines:
     def begin(self, rank: int) -> Timeline:
         from ringdp import _C
 
-        self._hear_sources()  # steps that have ended already
+        self._record_last_steps()  # steps that have ended already
         if not self.active:
             _, self._cursor, _ = _C.operations_since(0)
         timeline = Timeline(rank, {one["number"]: one["name"] for one in _C.algorithms()})
@@ -57,13 +57,13 @@ class Timelines:
         self._add_operations()
 
     def end(self, timeline: Timeline) -> dict[str, Any]:
-        """What this rank has to say."""
-        self._hear_sources()
+        """This rank's part of the timeline."""
+        self._record_last_steps()
         self._add_operations()
         self.active.remove(timeline)
         return timeline.as_dict(Clock.here(self._clock.seconds, self._clock.error_s), socket.gethostname())
 
-    def _hear_sources(self) -> None:
+    def _record_last_steps(self) -> None:
         for source in list(self._sources):
             source.record_last()
 
@@ -94,7 +94,7 @@ def timelines() -> Timelines:
 
 
 class timeline:  # used as a function
-    """Collect what all ranks do, and write it to one file, which Perfetto (ui.perfetto.dev) opens.
+    """Collect the operations of all ranks, and write them to one file, which Perfetto (ui.perfetto.dev) opens.
 
     ``with ringdp.timeline("run.json"): ...`` around some steps, or ``handle = ringdp.timeline("run.json").start()`` and
     ``handle.stop()``. All ranks begin and end it at the same place; at the end rank 0 gets the events of all and writes
@@ -160,7 +160,7 @@ class timeline:  # used as a function
             self._write_alone(self._end())
 
     def _write_alone(self, mine: dict[str, Any]) -> None:
-        """Where the ranks do not come together."""
+        """Write this rank's own file, where the ranks do not end the timeline together."""
         path = Path(f"{self._path}.rank_{mine['ringdp']['rank']:05d}")
         if _write_own(path, mine):
             _log.warning(
@@ -180,7 +180,7 @@ def _write_own(path: Path, content: Any) -> bool:
 
 
 def files_of_ranks(folder: Path) -> list[Path]:
-    """What RINGDP_TIMELINE wrote there, or else what timelines left that ended without the other ranks."""
+    """The files of RINGDP_TIMELINE in that folder, or else those of timelines that ended without the other ranks."""
     return sorted(folder.glob("rank_*.json")) or sorted(folder.glob("*.rank_[0-9]*"))
 
 

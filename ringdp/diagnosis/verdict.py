@@ -1,4 +1,4 @@
-"""Which rank, link or setting the steps of a window lost time to, and what to do about it. Pure: no clock, no file."""
+"""The rank, link or setting that cost the steps of a window most, and a remedy. Pure: no clock, no file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, others_of, quota_in_words
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, describe_quota, others_of
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.remedies import Sent, remedy_for_communication
 from ringdp.diagnosis.split import Split
 from ringdp.diagnosis.window import OWN, Window
@@ -20,30 +20,30 @@ _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named
 _ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from chance
 _ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
 _SHARES_CORE = 0.25  # of its steps that a rank was without a core, from which its host is named
-_MOST_TOLD = 4  # ranks
+_MOST_NAMED = 4  # ranks
 _SLOW_LINK = 0.5  # of the other links' rate
 _LEAST_BUSY = 0.3  # of the communication's time that the slow link was busy
 _LEAST_LINK_BYTES = 100_000
 
 PHASES = dict(zip(OWN, ("the time between steps", "its forward", "its backward", "its optimizer"), strict=True))
-"""The phases of a step in words."""
+"""The names of a step's phases in sentences."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What costs most.
+    """The largest cost of the steps of a window.
 
     Attributes:
         kind: "none", "rank" (it is slower than the others), "link", "host" (ranks do not get the cores that they want),
             "communication" (no rank or link stands out), or "uneven" (ranks take turns in being slow).
         cost: the share of the steps that is lost to it.
-        text: what it is, in words.
-        remedy: what helps; empty for "none".
+        text: its description.
+        remedy: the remedy; empty for "none".
         rank: the slow one, or the sender of the slow link; None where none is named.
         peer: the receiver of the slow link.
         phase: one of `OWN`, of a slow rank.
-        cause: what keeps a slow rank: "quota", "memory", "core", "speed", "data", "sleep" or "work"; of "host"
-            "quota" or "core".
+        cause: the cause for which a rank is slow: "quota", "memory", "core", "speed", "data", "sleep" or "work"; of
+            "host" "quota" or "core".
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Verdict:
 
 
 def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
-    """What cost most in the window. `sent`: of a step of one rank; it is called where it is needed."""
+    """The largest cost in the window. `sent`: gives the traffic of one rank's step; called only where it is needed."""
     if window.ranks == 1 or window.rows.shape[1] < 3:
         return Verdict("none", 0.0, "There is nothing to compare.")
     found = _slow_rank(window, parts)
@@ -85,7 +85,8 @@ def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
             "uneven",
             parts.cost,
             f"Ranks take turns in being the slowest, and the others wait {format_time(parts.cost * step)} a step.",
-            "look for what stops ranks now and then: batches of very different length, other programs, a busy disk",
+            "look for a cause that stops ranks now and then: batches of very different length, other programs, a busy"
+            " disk",
         )
     return Verdict("none", parts.cost, "Communication costs little.")
 
@@ -124,7 +125,7 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
             if _others_have_it(window, slow.rank, cause.name)
             else _describe_slow_rank(window, parts, slow, phase, cause)
         )
-    # Is it slower by what it does, too, or only by the cores that it did not get? Then a phase is hit by chance.
+    # Where it is slower only by missing cores, the phase is one of chance.
     by_itself = _slowest(own - window.field("off_core"), step)
     if by_itself is not None and by_itself.rank == slow.rank:
         return _describe_slow_rank(window, parts, slow, phase, cause)
@@ -185,7 +186,7 @@ def _name(window: Window, rank: int) -> str:
     return f"Rank {rank} (host {host})" if host else f"Rank {rank}"
 
 
-# Ranks that do not get the cores that they want, though none is slower than the others.
+# Ranks that do not get their cores, though none is slower than the others.
 
 
 def _kept_ranks(window: Window) -> Verdict | None:
@@ -195,8 +196,8 @@ def _kept_ranks(window: Window) -> Verdict | None:
     if throttled:
         most = max(throttled, key=lambda rank: throttled[rank])
         text = (
-            f"Ranks are throttled by the CPU quota of their cgroup: {_ranks_in_words(throttled)} of the time"
-            f" ({_name(window, most)}: {quota_in_words(window.facts[most])}). No rank is slower than the others."
+            f"Ranks are throttled by the CPU quota of their cgroup: {_describe_shares(throttled)} of the time"
+            f" ({_name(window, most)}: {describe_quota(window.facts[most])}). No rank is slower than the others."
         )
         remedy = "raise the quota (cpu.max, or limits.cpu of the pods), or start fewer ranks in it"
         return Verdict("host", throttled[most], text, remedy, cause="quota")
@@ -205,25 +206,25 @@ def _kept_ranks(window: Window) -> Verdict | None:
         return None
     most = max(off_core, key=lambda rank: off_core[rank])
     text = (
-        f"Ranks wait for a core that other threads have: {_ranks_in_words(off_core)} of the time."
+        f"Ranks wait for a core that other threads have: {_describe_shares(off_core)} of the time."
         " No rank is slower than the others."
     )
     hosts = ", ".join(dict.fromkeys(window.facts[rank].host or "its host" for rank in off_core))
-    remedy = f"end what else computes on {hosts} (top shows it), start fewer ranks there, or lower OMP_NUM_THREADS"
+    remedy = f"end other programs on {hosts} (top shows them), start fewer ranks there, or lower OMP_NUM_THREADS"
     return Verdict("host", off_core[most], text, remedy, cause="core")
 
 
 def _off_core(window: Window) -> dict[int, float]:
-    """By rank, the share of its steps for which it could have computed, and had no core."""
+    """By rank, the share of its steps in which it was runnable and had no core."""
     whole = window.rows[:, :, :6].sum((1, 2))
     off_core = window.field("off_core").sum(1)
     return {rank: float(off_core[rank] / whole[rank]) for rank in range(window.ranks) if whole[rank] > 0}
 
 
-def _ranks_in_words(shares: dict[int, float]) -> str:
+def _describe_shares(shares: dict[int, float]) -> str:
     worst = sorted(shares, key=lambda rank: -shares[rank])
-    told = ", ".join(f"rank {rank} for {shares[rank]:.0%}" for rank in worst[:_MOST_TOLD])
-    return told + (f" and {len(worst) - _MOST_TOLD} more ranks" if len(worst) > _MOST_TOLD else "")
+    named = ", ".join(f"rank {rank} for {shares[rank]:.0%}" for rank in worst[:_MOST_NAMED])
+    return named + (f" and {len(worst) - _MOST_NAMED} more ranks" if len(worst) > _MOST_NAMED else "")
 
 
 # A slow link.

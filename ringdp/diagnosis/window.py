@@ -1,4 +1,4 @@
-"""What all ranks told each other of their last steps (csrc/torch/reducer/step_report.h packs it)."""
+"""The messages of all ranks about their last steps (csrc/torch/reducer/step_report.h packs them)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 
 FIELDS = (
     *("between", "forward", "backward", "after", "other_wait", "exposed"),
     *("coding", "on_its_way", "off_core", "probe"),
 )
-"""What a row has of a step, in seconds; csrc/torch/reducer/step_phases.h says what each is."""
+"""The columns of a step's row, in seconds; csrc/torch/reducer/step_phases.h explains each."""
 
 REPORT_FORM = 4
-"""Of what the ranks tell each other; another number whenever a field is added to it."""
+"""The format of the ranks' messages; another number whenever a field is added."""
 
 OWN = FIELDS[:4]
 _WARM_UP = 2  # steps at the beginning that are left out
@@ -26,19 +26,19 @@ _HEAD = struct.Struct("<5q")
 
 
 def step_of(message: bytes) -> int:
-    """The last step that a rank's message is of."""
+    """The last step in a rank's message."""
     step: int = _HEAD.unpack_from(message)[1]
     return step
 
 
 @dataclass(frozen=True)
-class Told:
-    """When, by its own clock, a rank did what the others' clocks are compared by; ns, 0 where it has not.
+class Stamps:
+    """A rank's times of the events by which clocks are compared, ns of its own clock; 0 where there was none.
 
     Attributes:
-        issued_ns: its part of the exchange before.
-        ended_ns: the same was over.
-        now_ns: it told this.
+        issued_ns: when it issued its part of the exchange before.
+        ended_ns: when that exchange ended.
+        now_ns: when it wrote this message.
     """
 
     issued_ns: int
@@ -54,13 +54,13 @@ class Window:
         step: the last of them.
         rows: float64 ``[ranks, steps, len(FIELDS)]``, seconds.
         facts: by rank.
-        told: by rank.
+        stamps: by rank.
     """
 
     step: int
     rows: Tensor
     facts: tuple[Facts, ...]
-    told: tuple[Told, ...]
+    stamps: tuple[Stamps, ...]
 
     @classmethod
     def unpacked(cls, messages: Sequence[bytes], facts_bytes: int) -> Window:
@@ -78,7 +78,7 @@ class Window:
         # The first steps make connections and buckets.
         rows = rows[:, min(max(_WARM_UP - (heads[0][1] - steps), 0), steps) :]
         facts = tuple(Facts.unpacked(one[end:]) for one in messages)
-        return cls(heads[0][1], rows.double(), facts, tuple(Told(*head[2:]) for head in heads))
+        return cls(heads[0][1], rows.double(), facts, tuple(Stamps(*head[2:]) for head in heads))
 
     @property
     def ranks(self) -> int:

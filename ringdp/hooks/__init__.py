@@ -1,4 +1,4 @@
-"""What happens to a full bucket: communication hooks, one file each, for RingDP and for torch's DDP.
+"""Communication hooks, one file each, for RingDP and for torch's DDP.
 
 torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work with `RingDP.register_comm_hook` unchanged.
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """torch's model averaging is loaded by those who use it."""
+    """torch's model averaging is loaded at its first use."""
     if name not in ("LocalSGD", "post_local_sgd"):
         raise AttributeError(f"module 'ringdp.hooks' has no attribute {name!r}")
     import importlib

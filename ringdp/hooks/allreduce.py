@@ -1,4 +1,4 @@
-"""The mean of the gradients as they are: what happens without a hook, as one."""
+"""The mean of the gradients as they are: the reduction without a hook, written as one."""
 
 import torch
 import torch.distributed as dist

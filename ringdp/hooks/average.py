@@ -1,4 +1,4 @@
-"""The mean over the ranks, for hooks that do something with it as soon as it is there."""
+"""The mean over the ranks, for hooks that continue with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.job.backend import has_average
 def all_reduce_mean(
     tensor: Tensor, group: dist.ProcessGroup, then: Callable[[Tensor], Tensor]
 ) -> torch.futures.Future[Tensor]:
-    """Average `tensor` over the group's ranks, in place, and complete with what `then` makes of the mean.
+    """Average `tensor` over the group's ranks, in place, and complete with the result of `then` on the mean.
 
     Rounded once where the group's backend has ``ReduceOp.AVG``. Elsewhere parts of 1/n are added up, for the bits of
     the reducer and of torch's DDP; of sparse tensors the sum is divided.

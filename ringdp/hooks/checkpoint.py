@@ -1,4 +1,4 @@
-"""The memory of compression between steps and between runs: by parameter name, exact or as the mean over ranks."""
+"""The state of compression between steps and between runs: by parameter name, exact or as the mean over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("ringdp.hooks")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedMemory:
-    """What a state holds, in the form in which `Memory` keeps it."""
+    """The content of a state, in the form in which `Memory` keeps it."""
 
     step: int
     remembered: dict[str, Remembered]
@@ -47,7 +47,7 @@ class Memory:
         self._consolidated = False  # what waits
 
     def know(self, parameters: Iterable[tuple[Section, Tensor]], rank: int) -> None:
-        """These take up what was loaded for them. A parameter with another compressor than before forgets."""
+        """Give these parameters their loaded states. The state of a parameter with another compressor is dropped."""
         for section, parameter in parameters:
             name = section.name
             if name in self._known and self._known[name][0].compressor != section.compressor:
@@ -90,7 +90,7 @@ class Memory:
         return entries
 
     def read(self, state: saved.State, rank: int) -> LoadedMemory:
-        """What is for this memory in `state`, for `take`; nothing changes yet.
+        """The part of `state` for this memory, for `take`; nothing changes yet.
 
         Raises:
             InvalidArgumentError: it does not fit the parameters that are known.
@@ -108,7 +108,7 @@ class Memory:
         return LoadedMemory(state.compressed_steps, remembered, waiting, consolidated)
 
     def take(self, checkpoint: LoadedMemory) -> None:
-        """Forget everything but that."""
+        """Replace the memory by that."""
         self.step = checkpoint.step
         self.states.clear()
         for name, remembered in checkpoint.remembered.items():
@@ -136,7 +136,7 @@ class Memory:
             self._waiting.pop(name, None)
 
     def take_residual(self, name: str) -> Tensor | None:
-        """What error feedback owes the parameter, float32 ``[numel]`` or None; it is forgotten here."""
+        """Remove and return the residual of the parameter, float32 ``[numel]`` or None."""
         self._waiting.pop(name, None)
         if name not in self._known:
             return None
@@ -145,7 +145,7 @@ class Memory:
         return held.get("residual")
 
     def give_residual(self, name: str, residual: Tensor, group: dist.ProcessGroup) -> None:
-        """The next gradient of the parameter begins with this, in the order of its memory."""
+        """Set the residual that is added to the parameter's next gradient, in the order of its memory."""
         entry = {"order": "memory", "residual": residual}
         if name in self._known:
             self.states.put(name, self._remembered(name, entry, group.rank(), consolidated=False))
@@ -161,8 +161,8 @@ class Memory:
         whole = {path: it for path, it in held.items() if path.count("/") < 3}
         if group.size() == 1:
             return whole
-        told = all_gather_bytes(json.dumps(sorted(whole)).encode(), group)
-        paths = sorted({path for line in told for path in json.loads(line)})
+        gathered = all_gather_bytes(json.dumps(sorted(whole)).encode(), group)
+        paths = sorted({path for line in gathered for path in json.loads(line)})
         means: saved.Saved = {}
         for path in paths:
             value: Tensor = whole.get(path, section.zeros())

@@ -52,7 +52,7 @@ class CommThreads:
         atexit.register(_end_all)  # after the groups', and so before them
 
     def submit(self, number: int, job: Job) -> torch.futures.Future[Tensor]:
-        """Complete with what `job` returns, or fail with what it raises.
+        """Run `job` on a thread: the future completes with its result, or fails with its exception.
 
         On a GPU the job is ordered after what is queued on the caller's current stream.
         """
@@ -70,9 +70,9 @@ class CommThreads:
         return future
 
     def close(self) -> None:
-        """End the threads: what is queued fails, what is under way gets a moment, and then its group ends."""
+        """End the threads: queued jobs fail, running ones get a moment, and then their groups end."""
         for thread in self._threads:
-            thread.fail_queued(InvalidStateError("this process ends, and a bucket was still to be averaged"))
+            thread.fail_queued(InvalidStateError("this process ends before a bucket was averaged"))
             thread.end()
         busy = [thread for thread in self._threads if not thread.ends_within(_MOMENT_S)]
         for thread in busy:
@@ -104,7 +104,7 @@ class _CommThread:
         self._jobs.put(promise, make)
 
     def end(self) -> None:
-        """When what is queued is done."""
+        """Wait until the queued jobs are done."""
         self._jobs.end()
 
     def fail_queued(self, error: BaseException) -> None:
@@ -116,7 +116,8 @@ class _CommThread:
         return not self._thread.is_alive()
 
     def cut_off(self) -> None:
-        """What the thread waits for fails. A thread that comes back from C++ into a Python that has ended aborts."""
+        """Fail the operation for which the thread waits: a thread that returns from C++ into a Python that has ended
+        aborts."""
         device = self.group._device_types[0]
         backend = self.group._get_backend(device)
         with contextlib.suppress(Exception):  # not every backend can
@@ -128,7 +129,7 @@ class _CommThread:
 
 
 class _Jobs:
-    """What a thread is to do, in order. Once closed nothing is done: what is queued and what comes later fails."""
+    """The jobs of a thread, in order. Once closed, queued and later jobs fail."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Promise, Callable[[], Tensor]] | None] = queue.SimpleQueue()
@@ -139,7 +140,7 @@ class _Jobs:
         self._fail_if_closed()
 
     def get(self) -> tuple[Promise, Callable[[], Tensor]] | None:
-        """The next; None at the end."""
+        """The next job; None at the end."""
         return self._queue.get()
 
     def end(self) -> None:

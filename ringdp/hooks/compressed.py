@@ -34,12 +34,12 @@ class CompressedHook:
 
     Args:
         choose: the compressor of a parameter, given its name and itself; None is exact.
-        parameters: who knows the names.
+        parameters: knows the names.
         process_group: whose ranks are averaged; None is the default group.
         scale: gives the loss scale of the step that begins.
-        commit_alone: the step's memory counts as soon as the next one begins, or it is asked for, where all buckets
-            were finite. False leaves that to the caller of `commit`.
-        see: is given each bucket before anything is done with it.
+        commit_alone: the states of a step whose buckets were all finite are committed when the next one begins or a
+            checkpoint is asked for. False leaves that to the caller of `commit`.
+        see: is given each bucket before it is changed.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompressedHook:
         self._complete = True
         self._finite: list[Tensor] = []
         self._reports: list[Any] = []  # of the core's all-reduces, known when they are done
-        self.divisor: float | None = None  # what sums are divided by; None: the number of ranks
+        self.divisor: float | None = None  # the divisor of sums; None: the number of ranks
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -161,11 +161,11 @@ class CompressedHook:
         return all(bool(mark) for mark in self._finite) and all(report.finite for report in self._reports)
 
     def commit(self, finite: bool, *, unused: Sequence[str] = ()) -> None:
-        """What the last step left in compressors and error feedback counts, or is forgotten.
+        """Keep the states that the last step left in compressors and error feedback, or drop them.
 
         Args:
             finite: no gradient overflowed, compressed or not.
-            unused: parameters that no rank used: theirs is forgotten.
+            unused: parameters that no rank used: their states are dropped.
         """
         self.memory.states.commit(finite, unused=unused)
         self._last_index = -1  # whatever bucket comes next begins a step
@@ -207,7 +207,7 @@ class CompressedHook:
     # Checkpoints.
 
     def expect_all(self) -> None:
-        """Find the places of what is remembered of all parameters with a name, also of those that never come up."""
+        """Find the states of all parameters with a name, also of those that never come up."""
         ranks = self.group.size()
         known = []
         for name, parameter in self.parameters.known():
@@ -217,7 +217,7 @@ class CompressedHook:
         self.memory.know(known, self.group.rank())
 
     def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
-        """What compression remembers, by parameter name.
+        """The state of compression, by parameter name.
 
         Args:
             consolidated: the mean over ranks, which loads at any world size; all ranks must call. Otherwise this rank's
@@ -239,14 +239,14 @@ class CompressedHook:
         ).as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, before the first backward or later.
+        """Load a state of `state_dict`, before the first backward or later.
 
         All ranks load what was saved after the same step: the next step that exchanges anything compares them, and
         raises a MismatchError on all ranks.
 
         Raises:
-            InvalidArgumentError: an exact one of another rank or world size, one that does not fit the parameters, or
-                no such state at all; nothing has changed then.
+            InvalidArgumentError: an exact state of another rank or world size, one that does not fit the parameters, or
+                not such a state; nothing has changed then.
         """
         self.expect_all()
         rank = self.group.rank()
@@ -256,7 +256,7 @@ class CompressedHook:
 
 
 class _Content:
-    """What is in a bucket, by how it is averaged."""
+    """The parameters of a bucket, grouped by how they are averaged."""
 
     def __init__(self, places: Sequence[BucketSlice], group: dist.ProcessGroup, buffer: Tensor) -> None:
         by_codec: dict[str, list[Section]] = {}
@@ -303,18 +303,18 @@ def ddp_hook(
     Works on ring and gloo, and on NCCL with compressors that torch operations make. The state has `state_dict`.
 
     Args:
-        compression: a name or compressor for what no rule speaks of.
+        compression: a name or compressor for parameters that no rule fits.
         rules: as `ringdp.compression.Rules` has them.
         model: the module or its DDP, to know names by; needed for rules by name or type of module, and for a state
             dict that fits after a restart with other buckets. Without it parameters are numbered as they come.
         scaler: the GradScaler whose scale the gradients carry: what is remembered is then kept without it.
         process_group: of the DDP; None is the default group.
-        unmatched_rules: what a rule is that no parameter of the model fits: ``"error"``, or ``"warn"`` where rules are
-            meant for several models. Without `model` it is a warning after the first backward.
+        unmatched_rules: the treatment of a rule that no parameter of the model fits: ``"error"``, or ``"warn"`` where
+            rules are meant for several models. Without `model` it is a warning after the first backward.
 
     Raises:
         InvalidArgumentError: rules that cannot be used, that need the model, or that none of its parameters fits. On
-            this rank alone: the other ranks do not hear of it before they miss this one in backward.
+            this rank alone: the other ranks find out when they wait for it in backward.
     """
     chosen = Rules(compression, rules, unmatched_rules)
     if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.pairs))):

@@ -37,7 +37,8 @@ class CodecSections:
     def start(
         self, bucket: Tensor, group: dist.ProcessGroup, states: States, loss_scale: float, divisor: float
     ) -> tuple[dist.Work, _C.FiniteReport]:
-        """Begin to average the float32 `bucket`: the Work, and a report whose ``finite`` is known when that is done.
+        """Begin to average the float32 `bucket`: returns the Work, and a report whose ``finite`` is known when that is
+        done.
 
         Not `by_ring`, and over a backend that matches operations by their order, nothing else may use the group until
         then: the second of two operations is issued in a callback.

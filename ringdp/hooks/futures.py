@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 Future = torch.futures.Future
-_HAVE_FUTURES = (__file__, torch.futures.__file__)  # frames there hold some, and have nothing to tell of an error
+_HAVE_FUTURES = (__file__, torch.futures.__file__)  # frames there hold futures, and do not explain an error
 
 
 class Promise:
-    """A future, until it is completed with a value or an error.
-
-    Then it is the promise's no more: the frames that an error has come through lead to the promise, and a future that
-    has the error would never go.
+    """Holds a future until it is completed with a value or an error. Then it drops the future: the frames of an error
+    refer to the promise, so that a future with the error would never be freed.
 
     Args:
-        device: where what it is kept with is.
+        device: the device of its value.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +25,7 @@ class Promise:
         self.future: Future[Tensor] = Future(devices=devices)
 
     def keep(self, make: Callable[[], Tensor]) -> Future[Tensor]:
-        """Complete with what `make` returns, or fail with what it raises; returns the future."""
+        """Complete with the result of `make`, or fail with its exception; returns the future."""
         try:
             self.future.set_result(make())
         except BaseException as error:  # also sys.exit() and Ctrl-C: the thread that waits for the future ends by it
@@ -35,7 +33,7 @@ class Promise:
         return self._let_go()
 
     def fail(self, error: BaseException) -> None:
-        """With the error of another future, in the frame that asked that one."""
+        """Fail with the error of another future, in the frame that asked that one."""
         _fail(self.future, error)
         self._let_go()
 
@@ -46,7 +44,8 @@ class Promise:
 
 
 def after(future: Future[Any], make: Callable[[Any], Tensor], device: torch.device) -> Future[Tensor]:
-    """As ``future.then``, but `make` gets the value, and errors stay what they are, where torch hands on their text."""
+    """As ``future.then``, but `make` gets the value, and errors keep their type, of which torch's `then` passes on the
+    text alone."""
     promise = Promise(device)
     following = promise.future
 

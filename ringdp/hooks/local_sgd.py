@@ -1,7 +1,8 @@
 """Post-local SGD: gradients are averaged for some steps, then only parameters, every few steps.
 
 Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", arXiv 1808.07217. torch's hook and averager do
-the work; this puts together what must agree. `ringdp.LocalSGD` does the same without a hook, compressed and overlapped.
+the work; this function gives both the same settings. `ringdp.LocalSGD` does the same without a hook, compressed and
+overlapped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LocalSGD:
         return post_localSGD_hook
 
     def average(self, model: nn.Module) -> None:
-        """Average the parameters over all ranks where their turn has come; counts the steps."""
+        """Count a step, and average the parameters over all ranks when a round ends."""
         self.averager.average_parameters(model.parameters())
 
 

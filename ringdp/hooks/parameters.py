@@ -1,4 +1,4 @@
-"""What a hook knows of the parameters of its buckets: their state belongs to a name."""
+"""The names of the parameters in a hook's buckets, to which their states belong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("ringdp.hooks")
 
 
 class Parameters:
-    """By identity: from the model where one is given, else what RingDP noted, else a number in order of arrival.
+    """Names by identity: from the model where one is given, else from RingDP, else a number in order of arrival.
 
     Args:
         model: a module or the DDP around it.

@@ -1,4 +1,4 @@
-"""The rules of a hook: which compressor a parameter of its buckets gets, and which rules speak of none."""
+"""The rules of a hook: the compressor of each parameter of its buckets, and the rules that fit none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger("ringdp.hooks")
 
 
 class HookRules:
-    """Rules beside the model, where that is given; else beside what is in the first backward's buckets.
+    """Rules compared with the model, where that is given; else with the parameters in the first backward's buckets.
 
     Args:
         rules: checked.
         model: a module or the DDP around it.
-        group: whose first rank says what is only a warning; None is the default group.
+        group: its first rank logs warnings; None is the default group.
 
     Raises:
         InvalidArgumentError: rules that need the model, where there is none; or that no parameter of the model fits.
@@ -40,11 +40,11 @@ class HookRules:
             known = self.parameters.of_model
             use = RuleUse(rules, known, other_parameters(model, known))
             use.refuse_unmatched()
-            self._tell(use.warnings)
+            self._log_warnings(use.warnings)
             self._use = None
 
     def choose(self, name: str, parameter: Tensor) -> Compressor | None:
-        """What `CompressedHook` asks."""
+        """The compressor of a parameter; called by `CompressedHook`."""
         return self._rules.of(self.parameters.of(parameter))
 
     def see(self, bucket: GradBucket) -> None:
@@ -58,10 +58,10 @@ class HookRules:
             self._use.add(self.parameters.of(parameter))
         if bucket.is_last():
             unmatched = [f"of the parameters that have gradients, {sentence}" for sentence in self._use.unmatched]
-            self._tell([*unmatched, *self._use.without_effect])
+            self._log_warnings([*unmatched, *self._use.without_effect])
             self._use = None
 
-    def _tell(self, warnings: Iterable[str]) -> None:
+    def _log_warnings(self, warnings: Iterable[str]) -> None:
         if not dist.is_initialized() or dist.get_rank(self._group) == 0:
             for warning in warnings:
                 _log.warning("%s", warning)

@@ -1,4 +1,4 @@
-"""Is it a communication hook? As torch's DistributedDataParallel asks, in its words."""
+"""The check of a communication hook, with the messages of torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 
 
 def what_is_wrong_with(hook: Any) -> tuple[type[Exception], str] | None:
-    """The exception and its text for what cannot be called with ``(state, bucket)``; None for a hook.
+    """The exception and its text for an object that cannot be called with ``(state, bucket)``; None for a hook.
 
     torch's own check refuses annotations that are text (``from __future__ import annotations``).
     """

@@ -30,7 +30,7 @@ _DATA_PARALLEL = (accelerate.DistributedType.MULTI_CPU, accelerate.DistributedTy
 class RingAccelerator(accelerate.Accelerator):
     """An Accelerator that joins the job by `ringdp.init` and whose `prepare` gives a RingDP.
 
-    Where there is one rank only, models stay unwrapped, as Accelerate leaves them.
+    With one rank, models stay unwrapped, as Accelerate leaves them.
 
     Args:
         cpu: as Accelerator's; None is True where `ringdp.init` picked the CPU.
@@ -38,7 +38,8 @@ class RingAccelerator(accelerate.Accelerator):
         accelerator_arguments: Accelerator's own, by their names.
 
     Raises:
-        InvalidStateError: Accelerate is configured for something else than data parallelism (FSDP, DeepSpeed, …).
+        InvalidStateError: Accelerate is configured for another kind of training than data parallelism (FSDP, DeepSpeed,
+            …).
         ValueError: an ``InitProcessGroupKwargs`` handler names a backend that Accelerate does not have on CPUs.
     """
 
@@ -124,7 +125,7 @@ def _wrapped(accelerator: accelerate.Accelerator, arguments: dict[str, Any], mod
 
 
 def _compiled(accelerator: accelerate.Accelerator, wrapped: torch.nn.Module) -> torch.nn.Module:
-    """The wrapped model compiled as the Accelerator was told to, which compiles after wrapping."""
+    """The wrapped model, compiled with the Accelerator's settings, which compiles after wrapping."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.use_regional_compilation:
         return accelerate.utils.compile_regions(wrapped, **plugin.to_kwargs())
@@ -136,7 +137,7 @@ def _compiled(accelerator: accelerate.Accelerator, wrapped: torch.nn.Module) -> 
 def _ranks_in_environment() -> Iterator[None]:
     """RANK and its kin for the time that Accelerate reads them, where the launcher (srun, mp.spawn) did not set them.
 
-    Accelerate asks them who is who even when the process group exists, and leaves some of its own behind.
+    Accelerate reads them even when the process group exists, and leaves some of its own behind.
     """
     if dist.get_world_size() == 1 or "LOCAL_RANK" in os.environ:
         yield
@@ -145,7 +146,7 @@ def _ranks_in_environment() -> Iterator[None]:
     before = {name: os.environ[name] for name in names if name in os.environ}
     ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": ringdp.local_rank()}
     os.environ.update({name: str(number) for name, number in ranks.items()})
-    os.environ.setdefault("MASTER_ADDR", "localhost")  # asked for, not used: the process group exists
+    os.environ.setdefault("MASTER_ADDR", "localhost")  # read, and not used: the process group exists
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ class RingDPStrategy(strategies.DDPStrategy):
     """Fabric's DDP strategy with RingDP as the wrapper and ``ring`` as the process group.
 
     Takes what `DDPStrategy` takes; arguments that it does not know go to `RingDP`. ``process_group_backend`` is
-    ``ring`` on CPUs and ``cpu:ring,cuda:nccl`` on GPUs where nothing else is said. Importing this module also
+    ``ring`` on CPUs and ``cpu:ring,cuda:nccl`` on GPUs by default. Importing this module also
     registers the names ``ringdp``, ``ringdp_spawn``, ``ringdp_fork`` and ``ringdp_notebook``, after DDP's.
     """
 

@@ -1,4 +1,4 @@
-"""What the modules of this folder share: importing their library, and what two libraries want alike."""
+"""Shared functions of this folder's modules: the import of their library, and Lightning's registries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def imported(*names: str, package: str) -> ModuleType:
 
     Args:
         names: what to import. Lightning is published under two names each with classes of its own.
-        package: what to tell pip where none of them is installed.
+        package: the name for pip where none of them is installed.
 
     Raises:
-        ImportError: none is installed; the message says what to install. An ImportError from inside an installed
+        ImportError: none is installed; the message names the package. An ImportError from inside an installed
             module is passed on as it is.
     """
     for name in sorted(names, key=lambda name: name not in sys.modules):
@@ -31,7 +31,7 @@ def imported(*names: str, package: str) -> ModuleType:
 
 
 def process_group_backend(strategy: Any) -> str:
-    """Lightning's ``_get_process_group_backend``: what the user named, else ring, and NCCL beside it on GPUs."""
+    """Lightning's ``_get_process_group_backend``: the user's choice, else ring, and NCCL beside it on GPUs."""
     from ringdp.job.devices import default_backend
 
     return str(strategy._process_group_backend or default_backend(strategy.root_device.type))

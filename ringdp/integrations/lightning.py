@@ -19,7 +19,7 @@ class RingDPTrainerStrategy(strategies.DDPStrategy):
     """The Trainer's DDP strategy with RingDP as the wrapper and ``ring`` as the process group.
 
     Takes what `DDPStrategy` takes; arguments that it does not know go to `RingDP`. A ``ddp_comm_hook`` is registered on
-    CPUs too, where Lightning leaves it out without a word. Importing this module also registers the names ``ringdp``,
+    CPUs too, where Lightning leaves it out silently. Importing this module also registers the names ``ringdp``,
     ``ringdp_spawn``, ``ringdp_fork`` and ``ringdp_notebook``, after DDP's.
     """
 

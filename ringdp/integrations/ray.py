@@ -31,12 +31,12 @@ class RingConfig(ray_torch.TorchConfig):
 
     @property
     def backend_cls(self) -> type:
-        """What sets the process group up in the workers."""
+        """The class that sets the process group up in the workers."""
         return RingBackend
 
 
 class RingBackend(ray_torch.TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray's backend for torch, in workers that know ``ring``."""
+    """Ray's backend for torch, in workers that have the backend ``ring``."""
 
     def on_start(self, worker_group: Any, backend_config: RingConfig) -> None:
         """Called by Ray when the workers run: they import ringdp, which registers the backend, and make the group."""

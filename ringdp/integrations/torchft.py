@@ -33,8 +33,8 @@ class ProcessGroupRing(process_group.ProcessGroupWrapper):
     Args:
         timeout: how long the replica groups have to meet, and each operation to end; seconds or a timedelta.
         config: the settings of ring; None reads the ``RINGDP_*`` variables. They must be the same in all replica
-            groups. Its ``epoch`` and ``several_hosts`` are not used: they say how one replica group was started, and
-            the others know nothing of it.
+            groups. Its ``epoch`` and ``several_hosts`` are not used: they describe how one replica group was started,
+            and the others were not.
     """
 
     def __init__(self, timeout: timedelta | float = timedelta(seconds=60), config: RingConfig | None = None) -> None:
@@ -46,7 +46,7 @@ class ProcessGroupRing(process_group.ProcessGroupWrapper):
         return "torchft-ring"
 
     def abort(self, errored: bool = True) -> None:
-        """End the group and whatever is in flight on it; its sockets and threads are gone on return."""
+        """End the group and its operations in flight; its sockets and threads are gone on return."""
         group = self._pg
         super().abort(errored)
         _leave(group)
@@ -58,7 +58,7 @@ class ProcessGroupRing(process_group.ProcessGroupWrapper):
         _leave(group)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long the operations that come may take."""
+        """Set the time limit of later operations."""
         super().set_timeout(timeout)
         if self._pg is not None:
             self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -82,10 +82,10 @@ class ProcessGroupRing(process_group.ProcessGroupWrapper):
         return group
 
     def _group_id(self) -> str:
-        """Another one in each quorum, and the same in all replica groups.
+        """A name that differs for each quorum, and is the same in all replica groups.
 
-        ring counts the groups of a name, to tell what they leave in a store apart. A process that was started again
-        counts from 0, so no name may come twice.
+        ring numbers the groups of a name, whose keys in a store must differ. A process that was started again counts
+        from 0, so no name may come twice.
         """
         quorum = self._uuid if hasattr(self, "_uuid") else self._quorum_id
         return f"torchft/{quorum}/{self._group_rank}"

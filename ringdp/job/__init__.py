@@ -1,1 +1,1 @@
-"""Joining a job and the backend ``ring``: who and where this rank is, and what carries its bytes."""
+"""Joining a job, and the backend ``ring``: this rank's number, its device, and the backend of its tensors."""

@@ -45,6 +45,6 @@ def duration(name: str, value: object) -> timedelta:
 
 
 def text_or_none(name: str, value: object) -> None:
-    """Raises InvalidArgumentError where `value` is neither None nor a text that says something."""
+    """Raises InvalidArgumentError where `value` is neither None nor a text that is not empty."""
     if value is not None and not (isinstance(value, str) and value.strip()):
         raise InvalidArgumentError(f"{name} must be a text that is not empty, or None, not {value!r}")

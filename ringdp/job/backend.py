@@ -1,4 +1,4 @@
-"""The backend ``ring`` of torch.distributed: registering it, making its process groups, and what the extension tells.
+"""The backend ``ring`` of torch.distributed: its registration, its process groups, and the log of the extension.
 
 `import torch` loads this file where ringdp is installed (ringdp/_autoload.py), so it imports next to nothing: the
 settings and the C++ extension come with the first process group.
@@ -30,12 +30,12 @@ BACKEND = "ring"
 _AVERAGING_BACKENDS = frozenset({"ring", "nccl"})  # those with ReduceOp.AVG
 
 _timeouts: dict[str, timedelta] = {}  # of the process groups of ring, by name
-# Where the ranks have met, between that and the process group that takes the connections over.
+# The connections of a rendezvous, until a process group takes them over.
 _pending: _C.PendingMesh | None = None
 
 
 def register_backend() -> None:
-    """Make torch.distributed know the backend ``ring``; calling it again changes nothing."""
+    """Register the backend ``ring`` in torch.distributed; calling it again changes nothing."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         # A list: torch 2.13 iterates a plain string by its characters. What asks a group for its device prefers cuda.
         devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
@@ -58,7 +58,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
     from ringdp import _C
     from ringdp.job import elastic
 
-    hear_extension()
+    connect_log()
     pending = None if dist.is_initialized() else _pending  # the default group's alone
     _timeouts[options.group_id] = options.timeout
     if getattr(options, "enable_reconfigure", False):  # since torch 2.14
@@ -94,8 +94,8 @@ def _meeting_point(store: Any) -> str | None:
 
 @contextlib.contextmanager
 def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
-    """Inside the block the default group of ``ring`` takes over the connections of `pending`; where
-    none was made, they are closed at the end, and the others are told what this rank raised, if anything."""
+    """Inside the block the default group of ``ring`` takes over the connections of `pending`. Where no group was made
+    they are closed at the end; the goodbye to the other ranks has this rank's exception, if it raised one."""
     global _pending
     _pending = pending
     reason = "it was done with them"
@@ -113,14 +113,14 @@ def handing_over(pending: _C.PendingMesh) -> Iterator[None]:
 def named(name: str, *, bulk: bool = False) -> Iterator[None]:
     """Give the operations this thread issues inside the block a name, which their errors carry.
 
-    Ranks compare it: two all-reduces of equal shape issued in different order on two ranks are told apart by their
-    names and fail with `MismatchError`, where unnamed ones would add up the wrong tensors.
+    Ranks compare it: two all-reduces of equal shape issued in different order on two ranks fail with `MismatchError`
+    because their names differ; without names they would add up the wrong tensors.
 
     Args:
         name: not empty.
-        bulk: their bytes go where no other operation has any to send, between two ranks: others do not wait behind
-            them. On a long path they go only as fast as the line carries them without packets waiting before it. For
-            what is large and not waited for soon.
+        bulk: between two ranks their bytes are sent only while no other operation has bytes to send. On a long path
+            they are sent only as fast as the line carries them without a queue before it. For large operations whose
+            result is needed late.
     """
     if not name:
         raise InvalidArgumentError("ringdp.named needs a name that is not empty")
@@ -186,15 +186,15 @@ class Traffic:
     bytes_received: int
 
 
-def hear_extension() -> None:
-    """Pass on what the extension logs, until the interpreter ends."""
+def connect_log() -> None:
+    """Write the extension's log lines to the loggers of Python until the interpreter ends."""
     from ringdp import _C
     from ringdp.job import stacks
 
     _C.set_log_sink(log_line)
     stacks.install()
     atexit.unregister(_shut_down_extension)
-    atexit.register(_shut_down_extension)  # callbacks that are still to come need a Python that lives
+    atexit.register(_shut_down_extension)  # pending callbacks need a running interpreter
 
 
 def traffic() -> Traffic:
@@ -226,7 +226,7 @@ def transports() -> dict[int, str]:
 
 
 def inside_host(group: dist.ProcessGroup) -> list[bool]:
-    """Of each other rank of the group, whether bytes reach it without a network; [] where ring does not move them."""
+    """Whether bytes reach each other rank of the group without a network, by rank; [] where ring does not move them."""
     from ringdp import _C
 
     local = {it["name"] for it in _C.registered_transports() if it["same_host"]}
@@ -236,11 +236,11 @@ def inside_host(group: dist.ProcessGroup) -> list[bool]:
 def require_initialized(what: str) -> None:
     """Raise InvalidStateError where this process has not joined a job; `what` is the function that was called."""
     if not (dist.is_available() and dist.is_initialized()):
-        raise InvalidStateError(f"ringdp.{what}() is known after ringdp.init() only: call that first")
+        raise InvalidStateError(f"ringdp.{what}() needs ringdp.init(): call that first")
 
 
 def say_farewell() -> None:
-    """Tell the other ranks why this process ends, if an uncaught exception is the reason."""
+    """Give the other ranks the reason for which this process ends, an uncaught exception for example."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     reason = "its program ended"
     if error is not None:
@@ -256,7 +256,7 @@ def log_line(level: int, text: str) -> None:
 
 
 def check_extension() -> None:
-    """Raise what says why ``ringdp._C`` cannot be used, before it is imported; nothing where it can be."""
+    """Raise ImportError with the reason where ``ringdp._C`` cannot be imported."""
     from ringdp import _build
 
     _build.check()

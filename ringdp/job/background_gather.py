@@ -26,13 +26,13 @@ class BackgroundGather:
             self._work = dist.all_gather(self._all_ranks, mine, group=group, async_op=True)
 
     def wait(self) -> list[bytes]:
-        """What every rank gave, in rank order. Raises what the operation failed with."""
+        """Every rank's bytes, in rank order. Raises the operation's error."""
         self._work.wait()
         return [as_bytes(tensor) for tensor in self._all_ranks]
 
 
 def group_for_background(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Where such operations go beside those of `group`. All ranks call it.
+    """The group on which such operations run beside those of `group`. All ranks call it.
 
     ring compares the names of a group's operations, and says which rank did something else. On other backends a rank
     that runs a backward more than the others would let theirs meet other operations; a group of their own keeps them

@@ -1,4 +1,4 @@
-"""A barrier that names who did not come."""
+"""A barrier that names the ranks that did not come."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank of ``group`` has come here; at the timeout say which ranks have not.
 
-    The counterpart of `torch.distributed.monitored_barrier`, which serves gloo only. Every rank waits for every
-    other, so no rank is special and all that are missing are named, with host and pid, on all that came. After a
-    timeout the group has failed, as after any operation that timed out.
+    The counterpart of `torch.distributed.monitored_barrier`, which serves gloo only. Every rank waits for every other,
+    so the error of each rank that came names all missing ones, with host and pid. After a timeout the group has failed,
+    as after any operation that timed out.
 
     Args:
         group: a process group on ``ring``; the default group if None.

@@ -67,7 +67,7 @@ def device_for(group: dist.ProcessGroup, wanted: torch.device | None = None) -> 
 def all_gather_bytes(
     data: bytes, group: dist.ProcessGroup, *, room: int | None = None, device: torch.device | None = None
 ) -> list[bytes]:
-    """What every rank of the group gave, in rank order.
+    """Every rank's bytes, in rank order.
 
     Args:
         data: this rank's bytes, of any length.
@@ -90,7 +90,7 @@ def all_gather_bytes(
 def all_gather_where_different(
     text: bytes, group: dist.ProcessGroup, *, what: str, device: torch.device | None = None
 ) -> list[bytes] | None:
-    """What every rank of the group gave, in rank order; None where all gave the same, which is told by a hash alone.
+    """Every rank's text, in rank order; None where all are equal. Equal texts cost the exchange of a hash alone.
 
     Args:
         text: this rank's description of its `what`.
@@ -134,10 +134,10 @@ def together(work: Callable[[], Result], group: dist.ProcessGroup, what: str) ->
     except Exception as raised:
         error = raised
     kind = b"" if error is None else b"S" if isinstance(error, OSError) else b"O"
-    told = all_gather_bytes(kind + str(error).encode()[:1000] if kind else b"", group, room=1001)
+    gathered = all_gather_bytes(kind + str(error).encode()[:1000] if kind else b"", group, room=1001)
     if error is not None:
         raise error
-    for rank, line in enumerate(told):
+    for rank, line in enumerate(gathered):
         if line:
             failed = SystemResourceError if line.startswith(b"S") else MismatchError
             raise failed(f"{what} failed on rank {rank}: {line[1:].decode(errors='replace')}", peer=rank)

@@ -1,7 +1,7 @@
-"""Which GPU each rank computes on, and whether NCCL or ring carries CUDA tensors: decided alike by all ranks.
+"""The GPU on which each rank computes, and whether NCCL or ring carries CUDA tensors: the same decision on all ranks.
 
-Every rank tells the others what it sees (`VisibleDevices`) before there is a process group. What follows from that is
-computed here, by functions of nothing else; only `race` talks to the others.
+The ranks exchange the devices they see (`VisibleDevices`) before there is a process group. The functions here depend on
+these alone; only `race` communicates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("ringdp.process_group")
 
 @dataclasses.dataclass(frozen=True)
 class VisibleDevices:
-    """What a rank tells the others about where it computes."""
+    """The devices of one rank, as it gives them to the others."""
 
     host: str  # its name, for messages
     local_rank: int
@@ -78,7 +78,8 @@ def kind_of(backend: str | None, wanted: torch.device | str | None) -> str:
 
 
 def default_backend(kind: str) -> str:
-    """What suits this kind of device where a rank knows nothing of the others: another library makes the group."""
+    """The backend for this kind of device where another library makes the group, so that the other ranks' devices are
+    unknown."""
     if kind == "cuda" and dist.is_nccl_available() and config.cuda_choice() != BACKEND:
         return NCCL_BESIDE_RING
     return BACKEND
@@ -131,7 +132,7 @@ def choose(ranks: Sequence[VisibleDevices], backend: str | None) -> Choice:
 
 
 def obstacle_to_nccl(ranks: Sequence[VisibleDevices]) -> str:
-    """Why NCCL cannot join these ranks, in words; '' where it can."""
+    """The reason for which NCCL cannot join these ranks; '' where it can."""
     for rank, each in enumerate(ranks):
         if each.kind != "cuda":
             return f"rank {rank} on {each.host} computes on the CPU"
@@ -156,8 +157,8 @@ _ADVICE = (
 )
 
 
-def tell(choice: Choice, rank: int) -> None:
-    """Once in the job; a warning where it is not what the user would expect."""
+def log_choice(choice: Choice, rank: int) -> None:
+    """On rank 0, once in the job; a warning where ring carries CUDA tensors although the user did not choose it."""
     if rank == 0 and choice.reason and not choice.measure:
         level = logging.INFO if choice.wanted else logging.WARNING
         way = "ring, through the host's memory" if choice.backend == BACKEND else "NCCL"

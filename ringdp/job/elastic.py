@@ -1,4 +1,4 @@
-"""Jobs that go on without ranks that are lost (``ringrun --elastic``): the group, and what counts as a whole.
+"""Jobs that go on without lost ranks (``ringrun --elastic``): the group, and its units.
 
 The default process group of such a job outlives its members: `ringdp.rank` and `ringdp.world_size` are those of the
 ranks that are left, and change only inside a backward, a unit, or where `MembershipChanged` is raised.
@@ -32,28 +32,28 @@ def is_elastic(group: dist.ProcessGroup) -> bool:
 
 
 def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise InvalidArgumentError if the group goes on without members that are lost; `what` could not."""
+    """Raise InvalidArgumentError if the group goes on without lost members; `what` is the feature that cannot."""
     if group is not None and is_elastic(group):
         refuse(what)
 
 
 def refuse(what: str, *, but: str = "") -> NoReturn:
-    """Raise InvalidArgumentError. `but`: what there is."""
+    """Raise InvalidArgumentError for the feature `what`. `but`: an alternative, for the message."""
     raise InvalidArgumentError(
-        f"RINGDP_ELASTIC=1: {what} is not there in an elastic job yet, because what it does could not be made again"
-        f" after the loss of a rank: leave it out, or start without --elastic{f' (there is {but})' if but else ''}"
+        f"RINGDP_ELASTIC=1: {what} cannot be repeated after the loss of a rank: leave it out, or start without"
+        f" --elastic{f' (there is {but})' if but else ''}"
     )
 
 
 def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> Result:
-    """`body()`, which all ranks of the group call, as a whole: it counts when all have returned from it. After the loss
-    of a rank it is called again, by the ranks that are left, unless all of those had done it.
+    """Run `body()` as a unit on all ranks of the group: it counts when it has returned on all. After the loss of a rank
+    the ranks that are left call it again, unless it had returned on all of them.
 
     In other groups than that of an elastic job it is `body()` alone.
 
     Args:
         what: for the log.
-        body: its operations on the group may be repeated; nothing else sees what it did before it counts.
+        body: its operations on the group may be repeated; it must have no other effect before it counts.
 
     Raises:
         MembershipChanged: a rank was lost while an operation outside units was unfinished.
@@ -95,9 +95,9 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
         return False
     wrong = None
     if backend != "ring":
-        wrong = f"the backend is {backend}: an elastic job has ring alone (pass device='cpu' to ringdp.init())"
+        wrong = f"the backend is {backend}: an elastic job needs ring alone (pass device='cpu' to ringdp.init())"
     elif not agent_store and not (init_method or "").startswith("file:"):
-        wrong = "rank 0 keeps the store where the ranks meet, and it would go with rank 0: start with ringrun --elastic"
+        wrong = "rank 0 keeps the job's store, which would be lost with it: start with ringrun --elastic"
     if wrong is not None:
         raise InvalidArgumentError(f"RINGDP_ELASTIC=1: {wrong}")
     return True
@@ -121,7 +121,7 @@ def lasting_groups() -> Iterator[None]:
     torchs_own = torchs.ProcessGroup
 
     class Lasting(torchs_own):  # type: ignore[misc, valid-type]
-        """Looks like torch's class to its functions, and makes groups that answer for their present members."""
+        """Stands in for torch's class; makes groups whose rank and size are those of their present members."""
 
         def __new__(cls, store: Any, rank: int, size: int) -> Any:
             return _C.make_lasting_group(store, rank, size)
@@ -136,7 +136,7 @@ def lasting_groups() -> Iterator[None]:
 
 
 def follow(group: dist.ProcessGroup) -> None:
-    """The group has been made: it answers for its members from now on, and the launcher may lose ranks."""
+    """The group has been made: its rank and size follow its members, and the launcher lets ranks die from now on."""
     from ringdp import _C
 
     _C.follow_view(group)
@@ -147,18 +147,18 @@ def follow(group: dist.ProcessGroup) -> None:
 
 
 def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool) -> None:
-    """torch's own list of the group's ranks, which its functions look numbers up in."""
+    """Update torch's own list of the group's ranks after a change of its members."""
     torchs: Any = dist.distributed_c10d
     group = dist.group.WORLD
     if group in torchs._world.pg_group_ranks:
         torchs._world.pg_group_ranks[group] = {rank: rank for rank in range(len(members))}
     if len(members) > 0 and group is not None and group.rank() == 0:
-        _tell_that_it_is_first()
+        _mark_first()
     _log.debug("view %d: places %s; lost %s (%s)", view, list(members), list(lost), cause)
 
 
-def _tell_that_it_is_first() -> None:
-    """This process is rank 0 now: the launcher shows what it writes from here on."""
+def _mark_first() -> None:
+    """Mark for the launcher that this process is rank 0 now, whose output it shows from here on."""
     report = config.report_file()
     if report is None:
         return

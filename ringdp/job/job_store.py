@@ -1,4 +1,4 @@
-"""The store at which a job's ranks meet: opening it, or reaching the one that rank 0 or the launcher keeps."""
+"""The job's store: rank 0 or the launcher opens it, the other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringdp.errors import HandshakeError, InvalidArgumentError
 
-FIRST_NOTICE_S = 10.0  # until the log says who or what is waited for; then at doubling intervals
+FIRST_NOTICE_S = 10.0  # until the log names the ranks or the store that are waited for; then at doubling intervals
 _CONNECT_S = 2.0  # for one attempt to reach the store
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # between two of them
 _LEAST_S = 1.0  # for torch to say why it cannot reach the store
@@ -31,7 +31,7 @@ def open_store(
     """The store at ``init_method``; rank 0 keeps it, unless the launcher's agent does. None: a store of our own.
 
     Args:
-        start: a key that is another one each time that these ranks meet.
+        start: a key that differs for each rendezvous of these ranks.
 
     Raises:
         HandshakeError: it cannot be reached or kept there.
@@ -46,7 +46,7 @@ def open_store(
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             advice = "the port is taken by a job that still runs or another program: choose another MASTER_PORT"
         else:
-            advice = "does rank 0 run, is the address its own, and does no firewall stand between?"
+            advice = "does rank 0 run, is the address its own, and is there no firewall between?"
         raise HandshakeError(
             f"rank {rank} of {world_size} could not reach the job's store ({init_method}): {advice}\n{error}",
             rank=rank,
@@ -60,7 +60,7 @@ def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta
     url = urllib.parse.urlsplit(init_method)
     if url.scheme == "tcp" and url.hostname and url.port:
         # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not say who is missing.
-        where = contextlib.nullcontext() if keep else _telling_of_the_store(url.hostname, url.port, rank, world_size)
+        where = contextlib.nullcontext() if keep else _logging_the_wait(url.hostname, url.port, rank, world_size)
         with where:
             deadline = time.monotonic() + timeout.total_seconds()
             while True:
@@ -95,7 +95,7 @@ def _is_of_this_start(store: Store, start: str, deadline: float, *, keep: bool) 
 
 
 def _await_listener(host: str, port: int, deadline: float) -> timedelta:
-    """Return when something listens there, or when torch had better say what is wrong: what is left of the time.
+    """Wait until the store's port is open, or until the error should be torch's. Returns the time that is left.
 
     A rank that comes before the store has opened its port would sleep for seconds inside torch, which tries again at
     intervals that grow from about a second.
@@ -116,27 +116,27 @@ def _await_listener(host: str, port: int, deadline: float) -> timedelta:
 
 
 @contextlib.contextmanager
-def _telling_of_the_store(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
-    """Inside the block the log says that this rank waits for the store, and why it cannot be reached.
+def _logging_the_wait(host: str, port: int, rank: int, world_size: int) -> Iterator[None]:
+    """Inside the block the log has a line that this rank waits for the store, with the reason.
 
-    After ten seconds, then at doubling intervals: torch tries again until the timeout, without a word.
+    After ten seconds, then at doubling intervals: torch itself tries again until the timeout and logs nothing.
     """
     reached = threading.Event()
 
-    def tell() -> None:
+    def log() -> None:
         wait_s = FIRST_NOTICE_S
         while not reached.wait(wait_s):
             wait_s *= 2
             try:
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
-                why = "it takes connections, and does not answer"
+                why = "it accepts connections and does not answer"
             except OSError as error:
-                why = f"{error}; has rank 0 started, and does no firewall stand between?"
+                why = f"{error}; has rank 0 started, and is there no firewall between?"
             if not reached.is_set():
                 text = "rank %d of %d waits for the job's store at %s:%d: %s"
                 _log.warning(text, rank, world_size, host, port, why)
 
-    threading.Thread(target=tell, name="ringdp-store", daemon=True).start()
+    threading.Thread(target=log, name="ringdp-store", daemon=True).start()
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors 
 
 
 class RankError(RingError):
-    """A rank raised, died or took too long; the message has every failed rank's story, the first failure first."""
+    """A rank raised, died or took too long; the message has every failed rank's traceback, the first failure first."""
 
 
 def launch(
@@ -164,7 +164,7 @@ class _Call:
 
 
 class _Rank:
-    """One process, and the pipe on which it says what came out."""
+    """One process, and the pipe for its result or its error."""
 
     def __init__(
         self, context: Any, number: int, ranks: int, folder: str, timeout_s: float | None, call: _Call
@@ -188,12 +188,12 @@ class _Rank:
         there.close()
 
     def outcome(self) -> tuple[bool, Any]:
-        """Whether it returned, and what; else when it failed (time.monotonic) and its story."""
+        """Whether it returned, and the result; else when it failed (time.monotonic) and its traceback."""
         try:
             returned, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
-            # It cannot tell when; the failures of other ranks follow from a death, as a rule.
+            # The time of the death is not known; the failures of other ranks follow from a death, as a rule.
             return False, (-math.inf, f"died with code {self.process.exitcode}")
         return returned, content
 
@@ -242,18 +242,18 @@ def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., An
     for rank in waiting.values():
         rank.process.kill()
     if stories:
-        # The first failure first: the others may have heard of it, and told, before that rank had left its groups.
+        # The first failure first: the others' errors may arrive before that rank has left its groups.
         in_order = sorted(stories.items(), key=lambda item: item[1][0])
-        told = "\n".join(f"--- rank {number} ---\n{story}" for number, (_, story) in in_order)
-        raise RankError(f"{_name(function)} failed on {len(stories)} of {len(ranks)} ranks:\n{told}")
+        tracebacks = "\n".join(f"--- rank {number} ---\n{text}" for number, (_, text) in in_order)
+        raise RankError(f"{_name(function)} failed on {len(stories)} of {len(ranks)} ranks:\n{tracebacks}")
     return [results[number] for number in range(len(ranks))]
 
 
 def _serve(pipe: Any, rank: int, ranks: int, folder: str, stacks: str, timeout_s: float | None, call: _Call) -> None:
-    """The process: join, call, tell."""
+    """The process of a rank: joins the job, calls the function, sends its result."""
     _end_with_the_caller()
-    told = os.open(stacks, os.O_CREAT | os.O_WRONLY)  # faulthandler writes there for as long as the process lives
-    faulthandler.register(_STACKS_SIGNAL, file=told, all_threads=True)
+    written = os.open(stacks, os.O_CREAT | os.O_WRONLY)  # faulthandler writes there for as long as the process lives
+    faulthandler.register(_STACKS_SIGNAL, file=written, all_threads=True)
     failed_at = math.inf
     try:
         import torch

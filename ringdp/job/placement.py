@@ -1,4 +1,5 @@
-"""Where the ranks of a group keep their models: what decides, on all of them alike, how gradients travel."""
+"""The devices on which the ranks of a group keep their models, from which all of them choose the same way for
+gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Placement:
 
     @classmethod
     def alike(cls, group: dist.ProcessGroup, device: torch.device) -> Placement:
-        """Without asking the other ranks: they are taken to be like this one."""
+        """Without communication: the other ranks are taken to have this rank's kind of device."""
         return cls.of((kind_of(device),) * group.size(), group, device)
 
     @property
@@ -50,21 +51,21 @@ class Placement:
 
     @property
     def host_control(self) -> bool:
-        """What the reducers tell each other besides gradients goes over ring, from the CPU."""
+        """Whether the reducers' messages besides gradients go over ring, from the CPU."""
         return self.has_ring and not self.all_on_cpu
 
     @property
     def core_reduces_codes(self) -> bool:
-        """The core's own compressed all-reduce serves."""
+        """Whether the core's own compressed all-reduce is used."""
         return self.all_on_cpu and self.backend == BACKEND and self.has_ring
 
     @property
     def exchanges_codes(self) -> bool:
-        """The core's codecs are used, and their codes travel by the group's all-to-all and all-gather.
+        """Whether the core's codecs are used, with codes sent by the group's all-to-all and all-gather.
 
         Raises:
-            InvalidArgumentError: some ranks' devices have no kernels, and others have other devices, so that there is
-                no way that all of them can go.
+            InvalidArgumentError: some ranks' devices have no kernels and other ranks have another kind of device, so
+                that no way serves all.
         """
         if self.all_on_cpu:
             return False
@@ -77,8 +78,8 @@ class Placement:
             )
         return not without
 
-    def tell(self, rank: int) -> None:
-        """Once per wrapper, by rank 0: what is not as in every job."""
+    def log_mixed(self, rank: int) -> None:
+        """Rank 0 logs, once per wrapper, that the ranks have different kinds of devices."""
         if rank == 0 and self.mixed:
             by_kind = {
                 kind: [r for r, other in enumerate(self.kinds) if other == kind] for kind in dict.fromkeys(self.kinds)
@@ -90,7 +91,7 @@ class Placement:
             )
 
     def warn_no_kernels(self, rank: int) -> None:
-        """Where compression is asked for, and torch operations stand in for kernels."""
+        """Rank 0 warns that torch operations compress, because there are no kernels."""
         if rank == 0 and any(kind.endswith(_NO_KERNELS) for kind in self.kinds):
             _log.warning(
                 "this build has no kernels for codes on %s: torch operations compress there, more slowly; build ringdp"
@@ -100,7 +101,7 @@ class Placement:
 
 
 def kind_of(device: torch.device) -> str:
-    """What a rank tells the others of its device."""
+    """This rank's kind of device, as it gives it to the others."""
     from ringdp import _C
 
     return device.type if _C.has_device_codec(device.type) else device.type + _NO_KERNELS

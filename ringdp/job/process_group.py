@@ -1,4 +1,4 @@
-"""Joining a job: `init`, and who and where this rank is.
+"""Joining a job: `init`, this rank's number and its device.
 
 Everything here sits on torch's own default process group, so after `init` all of torch.distributed works.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger("ringdp.process_group")
 
 @dataclasses.dataclass(frozen=True)
 class _Hello:
-    """What a rank tells the others before the process group exists; all decide alike from all of these."""
+    """One rank's record in the rendezvous. All ranks read all records and decide the same from them."""
 
     host_id: str
     host_name: str
@@ -60,15 +60,14 @@ class _Hello:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise MismatchError(
-                f"rank {rank} sent an introduction that this version cannot parse; is it running another ringdp"
-                " version?",
+                f"rank {rank} sent a record that this version cannot parse; is it running another ringdp version?",
                 peer=rank,
             ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class _Membership:
-    """What `init` found out, until `shutdown`."""
+    """The results of `init`, kept until `shutdown`."""
 
     group: weakref.ref[Any]  # torch's default group then; where it is another one now, the user replaced it
     local_rank: int
@@ -108,8 +107,8 @@ def init(
     Raises:
         InvalidStateError: torch.distributed is initialised already; or a rank of a running job has started this
             process, which would take that rank's place.
-        InvalidArgumentError: the arguments or the environment do not say who this rank is or where to meet, a
-            rank does not see the device it asks for, or NCCL was asked for and would refuse these ranks.
+        InvalidArgumentError: the arguments or the environment do not give this rank's number or the address of the
+            store, a rank does not see the device it asks for, or NCCL was asked for and would refuse these ranks.
         RingTimeoutError: ranks did not come in time; the message names them.
         PeerLostError: a rank died while the ranks met.
         HandshakeError: the ranks could not meet or not reach each other; the message lists what was tried.
@@ -164,7 +163,7 @@ def init(
     weakref.finalize(dist.group.WORLD, _unmark, _generation).atexit = False
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-    devices.tell(choice, rank)
+    devices.log_choice(choice, rank)
     used = dist.get_backend_config()
     _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
 
@@ -225,7 +224,7 @@ def device() -> torch.device:
 
 
 def _current_membership() -> _Membership | None:
-    """What `init` found out, unless the user has replaced the process group since."""
+    """The results of `init`; None where the user has replaced the process group since."""
     if _membership is not None and dist.is_initialized() and _membership.group() is dist.group.WORLD:
         return _membership
     return None
@@ -257,7 +256,8 @@ def _refuse_second_call() -> None:
 def _place(
     launch: config.LaunchEnvironment | None, rank: int | None, world_size: int | None, init_method: str | None
 ) -> tuple[int, int, str | None]:
-    """Who this rank is and where the ranks meet; arguments go before the launcher. None: a world of one."""
+    """This rank's number, the world size and the address of the store; arguments go before the launcher. None: a world
+    of one."""
     if (rank is None) != (world_size is None):
         missing = "world_size" if world_size is None else "rank"
         raise InvalidArgumentError(f"rank and world_size belong together, {missing} is missing")
@@ -276,7 +276,7 @@ def _place(
         init_method = launch.init_method
     if init_method is None:
         raise InvalidArgumentError(
-            f"rank {rank} of {world_size} does not know where to meet the others: pass"
+            f"rank {rank} of {world_size} has no address of the job's store: pass"
             " init_method='tcp://<host of rank 0>:<free port>' or 'file:///<path on a shared disk>'"
         )
     return rank, world_size, init_method
@@ -352,7 +352,7 @@ def _require_agreement(hellos: Sequence[_Hello]) -> None:
 
 
 def _devices_of(hellos: Sequence[_Hello]) -> list[devices.VisibleDevices]:
-    """What `devices` decides by. Who has no launcher counts its local rank: how many ranks of its host come before."""
+    """Input of `devices`. Without a launcher the local rank is the number of lower ranks on the same host."""
     return [
         devices.VisibleDevices(
             host=hello.host_name,
@@ -381,17 +381,17 @@ def _make_group(backend: str, store: Store, rank: int, world_size: int, timeout:
 
 
 def _unmark(generation: int) -> None:
-    """The group of that call of `init` is gone, by torch's own destroy_process_group, too."""
+    """Called when the group of that call of `init` is destroyed, by torch's own destroy_process_group too."""
     if generation == _generation:
         config.unmark_rank()
 
 
 def _shutdown_at_exit() -> None:
-    """Leave the job of a script that forgot to; never raises and does nothing in a forked child."""
+    """Leave the job at exit if the script has not; never raises, and does nothing in a forked child."""
     if _membership is None or os.getpid() != _membership.pid or _current_membership() is None:
         return
     if getattr(sys, "last_value", None) is not None and "nccl" in str(dist.get_backend_config()):
-        return  # after an unhandled exception NCCL would wait for ranks that have no reason to come
+        return  # after an unhandled exception NCCL would wait for ranks that never come
     try:
         if ring.BACKEND in str(dist.get_backend_config()):
             ring.say_farewell()

@@ -49,7 +49,7 @@ def describe() -> str:
 
 
 def helper_threads() -> int:
-    """How many threads belong to libraries and never call anything of the program's."""
+    """The number of threads of libraries, which never call code of the program."""
     return sum(_begins_in(thread).startswith(_HELPERS) for thread in threading.enumerate())
 
 

@@ -1,5 +1,5 @@
-"""What all ranks of a store must have alike: its keys and settings, compared before the first operation that uses them,
-and the keys of each operation, which the operation's name tells (ringdp.named)."""
+"""The agreement of a store's ranks: keys and settings are compared before the first operation that uses them, and the
+keys of each operation are part of its name (ringdp.named)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ringdp.errors import MismatchError
-from ringdp.job.alike import checked_alike, report_refusal
-from ringdp.job.backend import hear_extension, reaches_core
+from ringdp.job.agreement import checked_alike, report_refusal
+from ringdp.job.backend import connect_log, reaches_core
 from ringdp.job.byte_collectives import all_gather_where_different, device_for
 from ringdp.kvstore.keys import Key
 
@@ -33,14 +33,14 @@ def compare_settings(
     doing: str,
     advice: str = _ADVICE,
 ) -> Found:
-    """What `check` gives on this rank, of which all ranks have the same `lines`, "name: value".
+    """The result of `check` on this rank, whose `lines`, "name: value", are equal on all ranks.
 
     Args:
-        doing: what a rank cannot do whose `check` raises.
+        doing: the call that a rank cannot make whose `check` raises.
         advice: what to do where the lines differ.
 
     Raises:
-        InvalidArgumentError: by `check`; the others learn why.
+        InvalidArgumentError: by `check`; the others raise MismatchError with its text.
         MismatchError: they differ, or another rank's `check` raises; names the first difference.
     """
     if group is None:
@@ -54,17 +54,17 @@ def compare_settings(
     return found
 
 
-def words_for(keys: Sequence[str]) -> str:
-    """Keys for the name of an operation, which tells all of them by a hash and some by their words."""
+def describe_names(keys: Sequence[str]) -> str:
+    """Keys for the name of an operation: some by name, all of them by a hash."""
     named = ", ".join(keys[:_NAMED_KEYS])
     if len(keys) <= _NAMED_KEYS:
         return named
     return f"{named} and {len(keys) - _NAMED_KEYS} more (#{zlib.crc32(repr(keys).encode()):08x})"
 
 
-def words_of_keys(keys: Sequence[Key]) -> str:
-    """As `words_for`, with the shapes and types of those that are named."""
-    return words_for([key.words() for key in keys[:_NAMED_KEYS]] + [key.name for key in keys[_NAMED_KEYS:]])
+def describe_keys(keys: Sequence[Key]) -> str:
+    """As `describe_names`, with the shapes and types of those that are named."""
+    return describe_names([key.describe() for key in keys[:_NAMED_KEYS]] + [key.name for key in keys[_NAMED_KEYS:]])
 
 
 class _Leaving:
@@ -90,11 +90,11 @@ class Operations:
 
     def __init__(self, group: dist.ProcessGroup | None, who: str = "a key-value store") -> None:
         self._group, self._who = group, who
-        self._refused: Exception | None = None  # was told already
+        self._refused: Exception | None = None  # was reported already
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if group is not None and reaches_core(group):
-            hear_extension()
+            connect_log()
             from ringdp import _C
 
             self._scope = _C.NamedScope()
@@ -106,40 +106,39 @@ class Operations:
         return self._scope is not None
 
     def refuse(self, error: Exception) -> None:
-        """Tell the ranks that are in another operation, or come to one, that this rank cannot; the caller raises.
-
-        They get a MismatchError with these words, unless they refuse the same.
+        """Give this rank's error to the ranks that are, or will be, in another operation; the caller raises. They get a
+        MismatchError with its text, unless they refuse the same.
         """
         if self._group is None or error is self._refused:
             return
         self._refused = error
-        words = f"{self._who} refuses: {error}"
+        text = f"{self._who} refuses: {error}"
         if self._scope is None:
             with contextlib.suppress(Exception):
-                compare_names(words, self._group)
+                compare_names(text, self._group)
         else:
-            report_refusal(error, self._group, device_for(self._group), words)
+            report_refusal(error, self._group, device_for(self._group), text)
 
-    def named(self, words: str) -> contextlib.AbstractContextManager[None]:
+    def named(self, text: str) -> contextlib.AbstractContextManager[None]:
         """For the operations inside the block. Raises MismatchError where another rank is in another operation."""
         if self._scope is None:
             if self._group is not None:
-                compare_names(words, self._group)
+                compare_names(text, self._group)
             return contextlib.nullcontext()
-        self._scope.enter(words)
+        self._scope.enter(text)
         return self._leaving
 
 
-def compare_names(words: str, group: dist.ProcessGroup) -> None:
-    told = all_gather_where_different(words.encode(), group, what="operation")
-    if told is None:
+def compare_names(text: str, group: dist.ProcessGroup) -> None:
+    gathered = all_gather_where_different(text.encode(), group, what="operation")
+    if gathered is None:
         return
     me = group.rank()
-    other = next(rank for rank, text in enumerate(told) if text != told[me])
+    other = next(rank for rank, theirs in enumerate(gathered) if theirs != gathered[me])
     raise MismatchError(
-        f"the ranks' key-value stores are in different operations: rank {me} does {words}; rank {other} does"
-        f" {told[other].decode(errors='replace')}",
+        f"the ranks' key-value stores are in different operations: rank {me} does {text}; rank {other} does"
+        f" {gathered[other].decode(errors='replace')}",
         rank=me,
         peer=other,
-        operation=words,
+        operation=text,
     )

@@ -100,7 +100,7 @@ class Attached:
             self._table.apply(dict(zip(bundle.lot.names, bundle.sums, strict=True)))
             slices = [self._table.slices[name] for name in bundle.lot.names]
             targets = [_flat_or_new(parameter) for parameter in bundle.parameters]
-            with self._table.operations.named(f"pull {bundle.lot.words}, after times {scale}"):
+            with self._table.operations.named(f"pull {bundle.lot.label}, after times {scale}"):
                 works = bundle.lot.transfer.all_gather(slices, targets, wait=False)
             gathered.append((bundle, targets, works))
         for bundle, targets, works in gathered:
@@ -145,7 +145,7 @@ class Attached:
             hook.remove()
         self._hooks = []
 
-    # Inside.
+    # Private methods.
 
     def _make_bundles(self, named: dict[str, nn.Parameter]) -> list[_Bundle]:
         """In the order in which gradients come as a rule: the reverse of the parameters'."""
@@ -201,7 +201,7 @@ class Attached:
                 return
             self._table.settle()
             bundle.inputs = [_gradient(parameter) for parameter in bundle.parameters]
-            with self._table.operations.named(f"push {bundle.lot.words}{self._table.purpose(1.0)}"):
+            with self._table.operations.named(f"push {bundle.lot.label}{self._table.purpose(1.0)}"):
                 bundle.works = bundle.lot.transfer.reduce_scatter(
                     bundle.inputs, bundle.sums, self._table.average, wait=False
                 )

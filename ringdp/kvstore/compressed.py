@@ -23,7 +23,7 @@ from ringdp.kvstore.threshold import Threshold
 
 
 def compressor_of(spec: Compression | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The compressor that a name, an object or MXNet's dictionary says; None is exact.
+    """The compressor of a name, an object or MXNet's dictionary; None is exact.
 
     Raises:
         InvalidArgumentError: it is not known, or chooses by itself ("auto"), which needs RingDP's steps.
@@ -77,7 +77,7 @@ class CompressedPushes:
         self.memory = Memory()
         self._contents: dict[tuple[str, ...], _Content] = {}
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return describe(self.compressor)
 
     def serves(self, key: Key) -> bool:
@@ -90,7 +90,7 @@ class CompressedPushes:
 
         Raises:
             MismatchError: the ranks do not encode the same.
-            Exception: what the compressor raises; a RingError on the other ranks.
+            Exception: the compressor's; a RingError on the other ranks.
         """
         numels = [key.numel for key in keys]
         bucket = torch.cat([it.float() for it in inputs])
@@ -126,7 +126,7 @@ class CompressedPushes:
             self._contents[names] = _Content(codecs, Layout(rest, self._group.size(), bucket.device))
         return self._contents[names]
 
-    # What error feedback remembers.
+    # The residuals of error feedback.
 
     def state_dict(self) -> dict[str, Any]:
         """The mean over the ranks, which loads at any world size; all ranks must call."""
@@ -138,7 +138,7 @@ class CompressedPushes:
         self.memory.take(self.memory.read(saved.State.read(dict(state), rank, self._group.size()), rank))
 
     def know(self, keys: Sequence[Key]) -> None:
-        """These take up what was loaded for them."""
+        """Give these keys their loaded residuals."""
         ranks = self._group.size()
         known = []
         for key in keys:

@@ -25,7 +25,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which of a key's elements are whose: `part` for each rank, one after the other, and the `rest` for the `owner`.
+    """The owners of a key's elements: `part` for each rank, one after the other, and the `rest` for the `owner`.
 
     Attributes:
         part: elements; a multiple of `UNIT`, 0 where a rank owns the whole key.
@@ -65,7 +65,7 @@ class Key:
         shape: of its value.
         dtype: of its value.
         device: of its slices.
-        cut: who owns what.
+        cut: the owners of the elements.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Key:
     def numel(self) -> int:
         return self.cut.part * self.cut.ranks + self.cut.rest
 
-    def words(self) -> str:
-        """What all ranks must have alike."""
-        return words_of(self.name, self.shape, self.dtype)
+    def describe(self) -> str:
+        """The description of the key, which is equal on all ranks."""
+        return describe(self.name, self.shape, self.dtype)
 
 
 class Owners:
@@ -101,16 +101,16 @@ class Owners:
         return Cut(part, rest, owner, ranks)
 
 
-def words_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{name!r} {type_words(shape, dtype)}"
+def describe(name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{name!r} {describe_type(shape, dtype)}"
 
 
-def type_words(shape: Sequence[int], dtype: torch.dtype) -> str:
+def describe_type(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def name_of(key: KeyName) -> str:
-    """Raises InvalidArgumentError for what is not a key."""
+    """The name of a key. Raises InvalidArgumentError where it is not a text or a whole number."""
     if isinstance(key, bool) or not isinstance(key, str | int) or key == "":
         raise InvalidArgumentError(f"a key is a text that is not empty or a whole number, not {key!r}")
     return str(key)
@@ -120,7 +120,8 @@ def by_key(what: str, key: KeyName | Sequence[KeyName], values: Values) -> dict[
     """The tensors of each key, from MXNet's forms: one key and a tensor or a list of them, or lists of both.
 
     Raises:
-        InvalidArgumentError: not so many values as keys, a key twice, or what is not a dense tensor; `what` was called.
+        InvalidArgumentError: not as many values as keys, a key twice, or a value that is not a dense tensor; `what`
+            names the method.
     """
     if isinstance(key, str | int):
         name = name_of(key)
@@ -160,12 +161,13 @@ def check(what: str, key: Key, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.shape != key.shape or tensor.dtype != key.dtype:
             raise InvalidArgumentError(
-                f"{what}: key {key.words()} cannot take {words_of(key.name, tensor.shape, tensor.dtype)}"
+                f"{what}: key {key.describe()} cannot take {describe(key.name, tensor.shape, tensor.dtype)}"
             )
 
 
 def check_number(what: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
-    """As a float. Raises InvalidArgumentError for what is not a finite number from `at_least` on and above `above`."""
+    """`value` as a float. Raises InvalidArgumentError where it is not a finite number from `at_least` on and above
+    `above`."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -177,7 +179,7 @@ def check_number(what: str, value: Any, *, at_least: float = -math.inf, above: f
 
 
 def check_priority(what: str, priority: Any) -> int:
-    """Raises InvalidArgumentError for what is not a whole number; `what` was called."""
+    """Raises InvalidArgumentError where it is not a whole number; `what` names the method."""
     try:
         return operator.index(priority)
     except TypeError:
@@ -214,6 +216,6 @@ def summed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def unknown(what: str, name: str, known: Mapping[str, object]) -> InvalidArgumentError:
-    """For a key that was never initialised."""
+    """The error for a key that was never initialised."""
     some = ", ".join(map(repr, list(known)[:5])) or "none"
     return InvalidArgumentError(f"{what}: key {name!r} is not in the store: call init for it first (there are {some})")

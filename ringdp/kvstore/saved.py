@@ -16,7 +16,7 @@ from torch import Tensor
 from ringdp.errors import InvalidArgumentError, InvalidStateError, SystemResourceError
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, broadcast_bytes, together
 from ringdp.job.whole_file import whole_file
-from ringdp.kvstore.keys import Key, flat, words_of
+from ringdp.kvstore.keys import Key, describe, flat
 from ringdp.kvstore.table import Table
 from ringdp.kvstore.updates import Optimizer
 
@@ -51,7 +51,7 @@ def load_state_dict(table: Table, state: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not table.knows(name):
             table.add(name, value)
-    table.tell("the loaded state", f"checksum {_checksum(state):08x}")
+    table.compare("the loaded state", f"checksum {_checksum(state):08x}")
     table.settle()
     for name, value in values.items():
         key = table.keys[name]
@@ -67,32 +67,32 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
     mine: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(table.keys):
-        told: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
         for field, it in update.state_of(table.slices[name]).items():
             if isinstance(it, Tensor) and it.shape == table.slices[name].shape:
                 tensors.setdefault(name, {})[field] = it
-                told[field] = str(it.dtype).removeprefix("torch.")
+                gathered[field] = str(it.dtype).removeprefix("torch.")
             elif isinstance(it, Tensor) and it.numel() == 1:
-                told[field] = [str(it.dtype).removeprefix("torch."), it.item()]
+                gathered[field] = [str(it.dtype).removeprefix("torch."), it.item()]
             elif isinstance(it, int | float):
-                told[field] = ["", it]
+                gathered[field] = ["", it]
             elif it is not None:
                 raise InvalidStateError(
-                    f"{update.words()} keeps {field} of key {name!r}, which cannot be saved by slices"
+                    f"{update.describe()} keeps {field} of key {name!r}, which cannot be saved by slices"
                 )
-        mine[name] = told
+        mine[name] = gathered
     lines = [json.dumps(mine).encode()]
     if table.group is not None:
         with table.operations.named("structure of the optimizer's state"):
             lines = all_gather_bytes(lines[0], table.group)
-    told_by_all: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for line in lines:
-        for name, told in json.loads(line).items():
-            told_by_all[name] = told or told_by_all.get(name, {})
-    state: dict[str, dict[str, dict[str, Any]]] = {name: {"tensors": {}, "numbers": {}} for name in told_by_all}
+        for name, gathered in json.loads(line).items():
+            merged[name] = gathered or merged.get(name, {})
+    state: dict[str, dict[str, dict[str, Any]]] = {name: {"tensors": {}, "numbers": {}} for name in merged}
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, told in told_by_all.items():
-        for field, it in told.items():
+    for name, gathered in merged.items():
+        for field, it in gathered.items():
             if isinstance(it, str):
                 groups.setdefault((field, it), []).append(name)
             else:
@@ -184,7 +184,8 @@ def _require_optimizer(table: Table, saved: Mapping[str, Any]) -> Optimizer:
         for field, whole in entry["tensors"].items():
             if key is not None and tuple(whole.shape) != key.shape:
                 raise InvalidArgumentError(
-                    f"the state's {field} of key {words_of(name, whole.shape, whole.dtype)} does not fit {key.words()}"
+                    f"the state's {field} of key {describe(name, whole.shape, whole.dtype)} does not"
+                    f" fit {key.describe()}"
                 )
     return update
 

@@ -1,4 +1,4 @@
-"""A pushpull of one small key without an optimizer: an all-reduce, with as little Python around it as can be."""
+"""A pushpull of one small key without an optimizer: an all-reduce with little Python around it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from ringdp.kvstore.transfer import reducing
 
 
 def small_sum(
-    key: Key, value: Tensor, group: dist.ProcessGroup, average: bool, operations: Operations, words: str
+    key: Key, value: Tensor, group: dist.ProcessGroup, average: bool, operations: Operations, operation: str
 ) -> Any:
     """Callable as `SmallSum`; where ring moves the key's tensors it is the extension's.
 
     Args:
         value: this rank's slice, which is kept up to date.
-        words: the name of the operation, which the ranks compare.
+        operation: the name of the operation, which the ranks compare.
     """
     if not operations.by_frames or key.device.type != "cpu":
-        return SmallSum(key, value, group, average, operations, words)
+        return SmallSum(key, value, group, average, operations, operation)
     from ringdp import _C
 
     return _C.SmallSum(
-        group=group, shape=list(key.shape), slice=value, parts=_parts(key, group.rank()), average=average, name=words
+        group=group,
+        shape=list(key.shape),
+        slice=value,
+        parts=_parts(key, group.rank()),
+        average=average,
+        name=operation,
     )
 
 
@@ -35,10 +40,10 @@ class SmallSum:
     """Of one key, as long as the ranks' settings stay as they are. Used by one thread, on all ranks alike."""
 
     def __init__(
-        self, key: Key, value: Tensor, group: dist.ProcessGroup, average: bool, operations: Operations, words: str
+        self, key: Key, value: Tensor, group: dist.ProcessGroup, average: bool, operations: Operations, operation: str
     ) -> None:
         self._shape, self._dtype, self._device = torch.Size(key.shape), key.dtype, key.device
-        self._group, self._words = group, words
+        self._group, self._operation = group, operation
         self._operations, self._options = operations, reducing(average)
         self._own = [  # views of the slice, and where they are in the whole
             (value[begin : begin + count], at, count) for begin, at, count in _parts(key, group.rank())
@@ -53,7 +58,7 @@ class SmallSum:
             out = value
         if out is not value:
             out.copy_(value)
-        with self._operations.named(self._words):
+        with self._operations.named(self._operation):
             self._group.allreduce([out], self._options).wait()
         if self._own:
             whole = out.view(-1)

@@ -32,19 +32,19 @@ def create(name: str = "dist_sync", *, reduce: str = "sum", group: dist.ProcessG
 
     Args:
         name: ``local`` or ``device``: of this process alone. ``dist_sync``, ``dist_device_sync`` or ``nccl``: of all
-            ranks of the job, over whatever backend it has.
-        reduce: ``sum`` adds what the ranks push, as MXNet does; ``mean`` averages it, as DDP does.
+            ranks of the job, over any backend.
+        reduce: ``sum`` adds the ranks' pushes, as MXNet does; ``mean`` averages them, as DDP does.
         group: whose ranks; the default group if None.
 
     Raises:
-        InvalidArgumentError: a name that is not known; ``dist_async``, which does not exist here: says what to take.
+        InvalidArgumentError: a name that is not known; ``dist_async``, which does not exist here: the message names
+            alternatives.
         InvalidStateError: before `ringdp.init` in a job of several ranks, or this process is not in ``group``.
     """
     if "async" in str(name):
         raise InvalidArgumentError(
-            f"there is no store {name!r}: every push is a step of all ranks. Where machines are unequal, take"
-            " ringdp.data.BalancedSampler, which gives each rank a batch by its speed; where the network is slow,"
-            ' compress ("int8"), or train locally between averages (torch\'s PostLocalSGDOptimizer)'
+            f"there is no store {name!r}: every push is a step of all ranks. For unequal machines take"
+            ' ringdp.data.BalancedSampler; for a slow network compress ("int8"), or take ringdp.LocalSGD'
         )
     if name not in (*_ALONE, *_OF_ALL_RANKS):
         raise InvalidArgumentError(f"unknown store {name!r}: the stores are {', '.join((*_ALONE, *_OF_ALL_RANKS))}")
@@ -55,8 +55,8 @@ def create(name: str = "dist_sync", *, reduce: str = "sum", group: dist.ProcessG
     return KVStore(name, require_member(group, "ringdp.kvstore.create"), reduce)
 
 
-def _tells_others(method: Method) -> Method:
-    """What this rank's arguments raise is told to the ranks that wait for it."""
+def _report_refusals(method: Method) -> Method:
+    """Errors of this rank's arguments are raised as MismatchError on the ranks that wait for it."""
 
     @functools.wraps(method)
     def call(self: KVStore, *positional: Any, **named: Any) -> Any:
@@ -75,7 +75,7 @@ class KVStore:
 
     Values are tensors, or lists of tensors of one key on several devices, which are added up. A list of keys goes with
     a list of values. All ranks call alike: pushes may come in any order, but between two pulls all ranks push the same
-    keys, and they pull the same keys. Where they do not, all ranks raise a MismatchError with both sides' words.
+    keys, and they pull the same keys. Where they do not, all ranks raise a MismatchError with both sides' keys.
 
     A key of 4 KiB and more is cut into equal slices, one for each rank, which alone updates its slice and keeps the
     optimizer's state of it; smaller keys are dealt to the ranks whole. Used by one thread at a time.
@@ -86,7 +86,7 @@ class KVStore:
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, reduce: str) -> None:
         self.type = name
-        self._table = Table(group, average=reduce == "mean", words=f"{name}, reduce={reduce!r}")
+        self._table = Table(group, average=reduce == "mean", description=f"{name}, reduce={reduce!r}")
         self._pushed: list[dict[str, tuple[int, Tensor]]] = []  # rounds: of each key one push
         self._values: dict[str, Tensor] = {}  # whole, of keys that were pushed and pulled since
 
@@ -106,7 +106,7 @@ class KVStore:
 
     # Keys and values.
 
-    @_tells_others
+    @_report_refusals
     def init(self, key: KeyName | Sequence[KeyName], value: Values) -> None:
         """Make a key, or several, with a value each: rank 0's counts. The ranks compare keys at the next operation.
 
@@ -116,7 +116,7 @@ class KVStore:
         for name, tensors in by_key("init", key, value).items():
             self._table.add(name, tensors[0])
 
-    @_tells_others
+    @_report_refusals
     def push(self, key: KeyName | Sequence[KeyName], value: Values, priority: int = 0) -> None:
         """Give this rank's gradients, which are copied. They are exchanged at the next pull, barrier or `flush`.
 
@@ -136,7 +136,7 @@ class KVStore:
                 self._pushed.append(free := {})
             free[name] = (priority, copied)
 
-    @_tells_others
+    @_report_refusals
     def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
         """Put the values into the tensors `out`, after all pushes so far.
 
@@ -168,7 +168,7 @@ class KVStore:
         """`push` and `pull` in one: the gradients are not copied, and nothing is kept. The fastest way.
 
         Args:
-            out: where the values go; None: into `value`.
+            out: tensors for the values; None: into `value`.
             scale: the sum of the gradients is multiplied by it before the update.
 
         Raises:
@@ -178,7 +178,7 @@ class KVStore:
             return
         self._pushpull(key, value, out, scale)
 
-    @_tells_others
+    @_report_refusals
     def _pushpull(self, key: KeyName | Sequence[KeyName], value: Values, out: Values, scale: float) -> None:
         scale = check_number("pushpull: scale", scale)
         inputs = by_key("pushpull", key, value)
@@ -199,7 +199,7 @@ class KVStore:
         self.init(key, value)
         self.pull(key, out, priority)
 
-    @_tells_others
+    @_report_refusals
     def row_sparse_pull(
         self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0, row_ids: Values = None
     ) -> None:
@@ -227,20 +227,20 @@ class KVStore:
                 tensor.copy_(whole[name].index_select(0, rows.reshape(-1).to(whole[name].device)))
 
     def flush(self) -> None:
-        """Exchange what was pushed and update the values, without pulling any."""
+        """Exchange the pushes and update the values, without a pull."""
         self._flush()
 
     def barrier(self) -> None:
-        """Exchange what was pushed, then wait until all ranks have come here."""
+        """Exchange the pushes, then wait until all ranks have come here."""
         self._flush()
         table = self._table
         if table.group is not None:
             with table.operations.named("barrier of a key-value store"):
                 dist.barrier(group=table.group)
 
-    # What is done with pushes.
+    # The treatment of pushes.
 
-    @_tells_others
+    @_report_refusals
     def set_optimizer(self, optimizer: str | Callable[..., torch.optim.Optimizer], **numbers: Any) -> None:
         """Let the owners update values by an optimizer: a class of torch.optim, or MXNet's name of one ("sgd").
 
@@ -255,7 +255,7 @@ class KVStore:
         self._flush_if_pushed()
         self._table.set_update(Optimizer(kind, given))
 
-    @_tells_others
+    @_report_refusals
     def set_updater(self, updater: Updater) -> None:
         """Let the owners call ``updater(key, sum, value)``, which changes `value` in place, for each push.
 
@@ -279,14 +279,15 @@ class KVStore:
         """Raises InvalidStateError where no optimizer was set."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @_tells_others
+    @_report_refusals
     def set_learning_rate(self, learning_rate: float) -> None:
-        """For the updates that follow; the same on all ranks. Raises InvalidArgumentError for what cannot be one."""
+        """Set it for the updates that follow; the same on all ranks. Raises InvalidArgumentError where it is not a
+        finite number from 0 on."""
         rate = check_number("set_learning_rate: a learning rate", learning_rate, at_least=0.0)
         self._flush_if_pushed()
         self.optimizer.param_groups[0]["lr"] = rate
 
-    @_tells_others
+    @_report_refusals
     def set_gradient_compression(self, compression: Compression | Mapping[str, Any], **options: Any) -> None:
         """Send pushes as codes: a name or an object of `ringdp.compression`, or MXNet's ``{"type": "2bit"}``.
 
@@ -302,7 +303,7 @@ class KVStore:
 
     # Overlap, and saved states.
 
-    @_tells_others
+    @_report_refusals
     def attach(self, model: nn.Module) -> Attached:
         """Push the model's gradients while backward runs; see `Attached`.
 
@@ -315,14 +316,14 @@ class KVStore:
         return Attached(self._table, named)
 
     def state_dict(self) -> dict[str, Any]:
-        """Values, the optimizer's state and what compression remembers: whole tensors, the same on all ranks, which all
+        """Values, the optimizer's state and compression's residuals: whole tensors, the same on all ranks, which all
         must call. It loads at any number of ranks."""
         self._flush()
         return saved.state_dict(self._table)
 
-    @_tells_others
+    @_report_refusals
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on all ranks. Keys that the store does not have are made.
+        """Load a state of `state_dict`, on all ranks. Keys that the store does not have are made.
 
         Raises:
             InvalidArgumentError: it is not such a state, or does not fit the keys or the optimizer.
@@ -332,9 +333,9 @@ class KVStore:
         self._values.clear()
         saved.load_state_dict(self._table, state)
 
-    @_tells_others
+    @_report_refusals
     def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
-        """Write the optimizer's state to a file on rank 0's host, whole or not at all; on all ranks.
+        """Write the optimizer's state to a file on rank 0's host, which is complete or absent; on all ranks.
 
         Raises:
             InvalidStateError: no optimizer was set.
@@ -344,9 +345,9 @@ class KVStore:
         self._flush()
         saved.save_optimizer(self._table, path)
 
-    @_tells_others
+    @_report_refusals
     def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save_optimizer_states` wrote, at any number of ranks: rank 0 reads it and tells the others.
+        """Read a file of `save_optimizer_states`, at any number of ranks: rank 0 reads it and sends it to the others.
 
         Raises:
             InvalidStateError: no optimizer was set.
@@ -357,7 +358,7 @@ class KVStore:
         self._flush()
         saved.load_optimizer(self._table, path)
 
-    # Inside.
+    # Private methods.
 
     def _sum_small(self, key: Any, value: Values, out: Values) -> bool:
         """A pushpull of one small key without an optimizer by its short way, if that is known; whether it was done."""
@@ -374,7 +375,7 @@ class KVStore:
         return True
 
     def _flush(self) -> set[str]:
-        """Exchange what was pushed; the keys that this was."""
+        """Exchange the pushes, and return their keys."""
         self._table.settle()
         if not self._pushed:
             return set()

@@ -1,4 +1,4 @@
-"""The keys of a store and this rank's slices of their values: pushes go in, updates run, values come out."""
+"""The keys of a store and this rank's slices of their values: sums pushes, runs updates, gathers values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import refuse_where_elastic
-from ringdp.kvstore.agreement import Operations, compare_settings, words_for, words_of_keys
+from ringdp.kvstore.agreement import Operations, compare_settings, describe_keys, describe_names
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
-from ringdp.kvstore.keys import Key, Owners, check, flat, summed, type_words, unknown, words_of
+from ringdp.kvstore.keys import Key, Owners, check, describe, describe_type, flat, summed, unknown
 from ringdp.kvstore.small_sum import small_sum
 from ringdp.kvstore.transfer import Transfer
 from ringdp.kvstore.updates import Assign, Optimizer, Update
@@ -29,12 +29,12 @@ class Lot:
     """Keys of one dtype and device that move together.
 
     Attributes:
-        words: the keys, for the names of operations.
+        label: the keys, for the names of operations.
     """
 
     names: tuple[str, ...]
     transfer: Transfer
-    words: str
+    label: str
 
 
 class Table:
@@ -43,10 +43,10 @@ class Table:
     Args:
         group: whose ranks own the slices; None: this rank owns everything.
         average: pushes are averaged over the ranks, not added.
-        words: what the store is, which all ranks must have alike.
+        description: the description of the store, which must be equal on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, average: bool, words: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, average: bool, description: str) -> None:
         refuse_where_elastic(group, "a key-value store")
         self.group = group
         self.rank = 0 if group is None else group.rank()
@@ -57,7 +57,7 @@ class Table:
         self.keys: dict[str, Key] = {}
         self.slices: dict[str, Tensor] = {}
         self.operations = Operations(group)
-        self._words = words
+        self._description = description
         self._owners = Owners(self.ranks)
         self._new: dict[str, Tensor] = {}
         self._stale = True  # the ranks have not compared since something changed
@@ -77,7 +77,7 @@ class Table:
             raise InvalidArgumentError(f"init: key {name!r} is in the store already")
         if self.average and not (value.is_floating_point() or value.is_complex()):
             raise InvalidArgumentError(
-                f"init: key {words_of(name, value.shape, value.dtype)} cannot be averaged: create the store with"
+                f"init: key {describe(name, value.shape, value.dtype)} cannot be averaged: create the store with"
                 ' reduce="sum"'
             )
         self._new[name] = value.clone(memory_format=torch.contiguous_format)
@@ -96,7 +96,7 @@ class Table:
         return torch.empty(key.shape, dtype=key.dtype, device=key.device)
 
     def set_update(self, update: Update) -> None:
-        """What the owners do from now on; the ranks compare it."""
+        """Set the update that owners run from now on; the ranks compare it."""
         self.update = update
         self._stale = True
 
@@ -107,9 +107,9 @@ class Table:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
 
-    def tell(self, name: str, words: str) -> None:
-        """The ranks compare these words before the table is used next."""
-        self._extra[name] = words
+    def compare(self, name: str, text: str) -> None:
+        """Have the ranks compare this text before the table is used next."""
+        self._extra[name] = text
         self._stale = True
 
     def knows(self, name: str) -> bool:
@@ -128,8 +128,8 @@ class Table:
             new = self._new[name]
             if any(it.shape != new.shape or it.dtype != new.dtype for it in tensors):
                 raise InvalidArgumentError(
-                    f"{what}: key {words_of(name, new.shape, new.dtype)} cannot take "
-                    f"{words_of(name, tensors[0].shape, tensors[0].dtype)}"
+                    f"{what}: key {describe(name, new.shape, new.dtype)} cannot take "
+                    f"{describe(name, tensors[0].shape, tensors[0].dtype)}"
                 )
             return
         check(what, self.key(what, name), tensors)
@@ -169,7 +169,7 @@ class Table:
         for (_, device), names in by_type.items():
             together = torch.cat([flat(new[name]).to(device) for name in names])
             if self.group is not None and together.numel():
-                with self.operations.named(f"values of new keys {words_for(names)}"):
+                with self.operations.named(f"values of new keys {describe_names(names)}"):
                     dist.broadcast(together, group=self.group, group_src=0)
             for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
                 self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
@@ -177,7 +177,7 @@ class Table:
     # Operations of all ranks.
 
     def push(self, inputs: Mapping[str, Sequence[Tensor]], scale: float = 1.0) -> None:
-        """Add up, or average, what the ranks push, and let the owners update their slices.
+        """Add up, or average, the ranks' pushes, and let the owners update their slices.
 
         Args:
             inputs: by name, in the order that all ranks have.
@@ -193,7 +193,7 @@ class Table:
                 targets = [self.slices[name] for name in lot.names]
             else:
                 targets = [torch.empty_like(self.slices[name]) for name in lot.names]
-            with self.operations.named(f"push {lot.words}{self.purpose(scale)}"):
+            with self.operations.named(f"push {lot.label}{self.purpose(scale)}"):
                 lot.transfer.reduce_scatter(flats, targets, self.average)
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
@@ -201,7 +201,8 @@ class Table:
         self.apply(sums)
 
     def apply(self, sums: Mapping[str, Tensor]) -> None:
-        """Let this rank update its slices of these keys; if that raises, the ranks at the next operation hear of it."""
+        """Let this rank update its slices of these keys; its error is raised on the other ranks too, at the next
+        operation."""
         try:
             self.update.apply(self.slices, sums)
         except Exception as error:
@@ -229,26 +230,26 @@ class Table:
         """Copy the values into tensors of this rank, by name in the order that all ranks have."""
         for lot in self.lots(tuple(outputs)):
             targets = [self._target(name, outputs[name]) for name in lot.names]
-            with self.operations.named(f"pull {lot.words}"):
+            with self.operations.named(f"pull {lot.label}"):
                 lot.transfer.all_gather([self.slices[name] for name in lot.names], targets)
             for name, target in zip(lot.names, targets, strict=True):
                 _hand_out(target, outputs[name])
 
     def gather(self, what: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of what each rank has of its slices, of one dtype: for saved states. On all ranks."""
+        """Whole tensors, each gathered from the ranks' slices, of one dtype: for saved states. On all ranks."""
         keys = [dataclasses.replace(self.keys[name], dtype=piece.dtype) for name, piece in pieces.items()]
         outputs = {key.name: torch.empty(key.numel, dtype=key.dtype, device=key.device) for key in keys}
-        with self.operations.named(f"{what} {words_for(list(pieces))}"):
+        with self.operations.named(f"{what} {describe_names(list(pieces))}"):
             Transfer(keys, self.group).all_gather(list(pieces.values()), list(outputs.values()))
         return {name: it.view(self.keys[name].shape) for name, it in outputs.items()}
 
     def purpose(self, scale: float) -> str:
-        """What the owners do with a push, for its name."""
+        """The owners' treatment of a push, for its name."""
         times = f", times {scale}" if scale != 1.0 else ""
-        return f"{times}, by {self.update.words()}"
+        return f"{times}, by {self.update.describe()}"
 
     def lots(self, names: tuple[str, ...]) -> list[Lot]:
-        """How these keys move; of the sets that were used last it is kept."""
+        """The plan by which these keys move; the plans of the sets used last are kept."""
         if (lots := self._plans.get(names)) is None:
             if len(self._plans) >= _PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -261,18 +262,18 @@ class Table:
     def lot(self, names: Sequence[str]) -> Lot:
         """Keys of one dtype and device."""
         keys = [self.keys[name] for name in names]
-        return Lot(tuple(names), Transfer(keys, self.group), words_of_keys(keys))
+        return Lot(tuple(names), Transfer(keys, self.group), describe_keys(keys))
 
-    # Inside.
+    # Private methods.
 
     def _sum_small(
         self, key: Key, group: dist.ProcessGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         """A small sum at once: one message each way in place of two."""
         if key.name not in self._small_sums:
-            words = f"pushpull {self.lot([key.name]).words}{self.purpose(1.0)}"
+            operation = f"pushpull {self.lot([key.name]).label}{self.purpose(1.0)}"
             self._small_sums[key.name] = small_sum(
-                key, self.slices[key.name], group, self.average, self.operations, words
+                key, self.slices[key.name], group, self.average, self.operations, operation
             )
         target = torch.empty(key.shape, dtype=key.dtype, device=key.device)
         target.view(-1).copy_(summed(inputs, key.device))
@@ -286,18 +287,18 @@ class Table:
             return {}
         keys = [self.keys[name] for name in names]
         flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
-        with self.operations.named(f"push of codes {words_of_keys(keys)}{self.purpose(scale)}"):
+        with self.operations.named(f"push of codes {describe_keys(keys)}{self.purpose(scale)}"):
             means = self.compression.average(keys, flats)
         return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
 
     def _lines(self) -> list[str]:
-        lines = [f"the store: {self._words}", f"the update: {self.update.words()}"]
-        lines.append(f"compression: {'none' if self.compression is None else self.compression.words()}")
+        lines = [f"the store: {self._description}", f"the update: {self.update.describe()}"]
+        lines.append(f"compression: {'none' if self.compression is None else self.compression.describe()}")
         lines += [f"{name}: {words}" for name, words in sorted(self._extra.items())]
         for key in sorted(self.keys.values(), key=lambda it: it.name):
-            lines.append(f"key {key.name!r}: {type_words(key.shape, key.dtype)}")
+            lines.append(f"key {key.name!r}: {describe_type(key.shape, key.dtype)}")
         for name, value in sorted(self._new.items()):
-            lines.append(f"key {name!r}: {type_words(value.shape, value.dtype)}, new")
+            lines.append(f"key {name!r}: {describe_type(value.shape, value.dtype)}, new")
         return lines
 
     def _target(self, name: str, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""MXNet's gradient compression: an element is sent as plus or minus a threshold, or not at all; what is left waits."""
+"""MXNet's gradient compression: an element is sent as plus or minus a threshold, or as 0; the rest is the residual."""
 
 from __future__ import annotations
 

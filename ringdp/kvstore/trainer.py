@@ -75,7 +75,7 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """The same on all ranks. Raises InvalidArgumentError for what cannot be one."""
+        """Set it, the same on all ranks. Raises InvalidArgumentError where it is not a finite number from 0 on."""
         if self._local is None:
             self.kvstore.set_learning_rate(learning_rate)
             return
@@ -132,7 +132,7 @@ class Trainer:
             torch.save(self._local.state_dict(), path)
 
     def load_states(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save_states` wrote, at any number of ranks; on all ranks."""
+        """Load a file of `save_states`, at any number of ranks; on all ranks."""
         if self._local is None:
             self.kvstore.load_optimizer_states(path)
         else:

@@ -1,7 +1,7 @@
-"""How the values of some keys get to their owners and back: the reduce-scatter and the all-gather of a set of keys.
+"""The reduce-scatter of the values of a set of keys to their owners, and the all-gather back.
 
-A large key goes as it is: each rank's part of it is a chunk of an operation, without a copy, and all operations of a
-call begin together. What is small, and the rests, is packed into one buffer, chunk after chunk, for one more operation.
+A large key is not copied: each rank's part of it is a chunk of an operation, and all operations of a call begin
+together. Small keys, and the rests, are packed into one buffer, chunk after chunk, for one more operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIRECT_BYTES = 64 << 10
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """What is packed of a key: everything, or its rest alone, where its parts go by themselves."""
+    """The packed elements of a key: all of them, or its rest alone, where its parts are chunks of their own."""
 
     index: int
     cut: Cut
@@ -106,7 +106,7 @@ class Transfer:
         return works
 
     def unpack(self, slices: Sequence[Tensor]) -> None:
-        """The end of a reduce-scatter: what came packed goes into the slices."""
+        """The end of a reduce-scatter: copy packed elements into the slices."""
         if not self._own_chunk:
             return
         torch._foreach_copy_([view for view in self._own_views(slices) if view.numel()], self._own_chunk)
@@ -139,7 +139,7 @@ class Transfer:
         return works
 
     def spread(self, outputs: Sequence[Tensor]) -> None:
-        """The end of an all-gather: what came packed goes into the outputs."""
+        """The end of an all-gather: copy packed elements into the outputs."""
         if self._chunk:
             torch._foreach_copy_([view for views in self._views(outputs) for view in views], self._all_chunks)
 

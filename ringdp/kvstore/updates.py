@@ -1,4 +1,4 @@
-"""What an owner does with the sum of the ranks' pushes: assign it, give it to a function, or to an optimizer."""
+"""The updates of an owner by the sum of the ranks' pushes: assignment, a function, or an optimizer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Update(Protocol):
     def assigns(self) -> bool:
         """Whether the sum becomes the value: it may be written there at once."""
 
-    def words(self) -> str:
-        """What all ranks must have alike; it may change between pushes."""
+    def describe(self) -> str:
+        """The description, which must be equal on all ranks; it may change between pushes."""
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         """Change the slices of the keys that were pushed, by name, in place."""
@@ -35,7 +35,7 @@ class Assign:
 
     assigns = True
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return "no optimizer"
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -54,7 +54,7 @@ class Callback:
             raise InvalidArgumentError(f"an updater is a function (key, sum, value), not {type(updater).__name__}")
         self._updater = updater
 
-    def words(self) -> str:
+    def describe(self) -> str:
         name = getattr(self._updater, "__qualname__", type(self._updater).__qualname__)
         return f"the updater {name}"
 
@@ -84,7 +84,7 @@ class Optimizer:
         self._kind, self._numbers = kind, dict(numbers)
         self._made: torch.optim.Optimizer | None = None
         self._known: dict[str, Tensor] = {}
-        self._told: tuple[dict[str, Any], str] = {}, ""
+        self._described: tuple[dict[str, Any], str] = {}, ""
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -95,12 +95,12 @@ class Optimizer:
             self._made.param_groups[0]["params"].clear()
         return self._made
 
-    def words(self) -> str:
+    def describe(self) -> str:
         numbers = self.numbers()
-        if numbers != self._told[0]:
+        if numbers != self._described[0]:
             said = ", ".join(f"{name}={_number(it)}" for name, it in numbers.items())
-            self._told = numbers, f"{self.name}({said})"
-        return self._told[1]
+            self._described = numbers, f"{self.name}({said})"
+        return self._described[1]
 
     def apply(self, values: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         optimizer = self.torch_optimizer
@@ -115,7 +115,7 @@ class Optimizer:
             value.grad = None
 
     def state_of(self, value: Tensor) -> dict[str, Any]:
-        """What the optimizer remembers of a slice: tensors of its shape, and numbers."""
+        """The optimizer's state of a slice: tensors of its shape, and numbers."""
         return dict(self.torch_optimizer.state.get(value, {}))
 
     def set_state(self, value: Tensor, state: dict[str, Any]) -> None:
@@ -169,8 +169,8 @@ def require_elementwise(kind: Callable[..., torch.optim.Optimizer], numbers: Map
         raise InvalidArgumentError(f"the store cannot use {name}: {type(error).__name__}: {error}") from error
     if not torch.equal(whole[0].view(torch.int32), torch.cat(halves).view(torch.int32)):
         raise InvalidArgumentError(
-            f"the store cannot use {name}: each rank updates its slices of the tensors, and {name} does not treat each"
-            " element by itself (norms, matrices): use RingDP with it instead"
+            f"the store cannot use {name}, which does not treat each element by itself (norms, matrices): use RingDP"
+            " with it instead"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the user is told where torch's agent ends before the ranks have been started."""
+"""The message to the user where torch's agent ends before the ranks have been started."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ringdp.launcher.waiting import Waiting, unreachable_lines
 
 
 def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None) -> str:
-    """The error and what to do about it; the first line is a sentence for the user, torch's own words follow.
+    """The error with a remedy; the first line is a sentence for the user, torch's own text follows.
 
     Args:
-        error: what ended the agent.
-        waiting: the meeting of the nodes; None on one host.
+        error: the exception that ended the agent.
+        waiting: the rendezvous of the nodes; None on one host.
     """
     own = f"{type(error).__name__}: {error}".strip()
     args = arguments.torchrun
@@ -41,18 +41,18 @@ def explain(error: BaseException, arguments: Arguments, waiting: Waiting | None)
     return own
 
 
-def of_connection(name: str, words: str, code: int | None) -> str:
-    """What a host's connection said that ended before an answer, and what to do.
+def of_connection(name: str, output: str, code: int | None) -> str:
+    """The output of a host's connection that ended before an answer, with a remedy.
 
     Args:
         name: the host, as the user names it.
-        words: what was said.
+        output: its output.
         code: the exit code; 255 is ssh's own.
     """
-    if "No module named" in words or "not found" in words or "No such file" in words:
-        return f"{words}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
-    if "Host key verification" in words:
-        return f"{words}: ssh does not know this host yet, or its key has changed; once by hand: ssh {name}"
-    if "Permission denied" in words:
-        return f"{words}: ssh must get in without a password; once by hand: ssh-copy-id {name} (or a key in the agent)"
-    return f"cannot be reached: {words}" if code == 255 else words
+    if "No module named" in output or "not found" in output or "No such file" in output:
+        return f"{output}: is ringdp installed there for {sys.executable}, the Python that runs this launcher?"
+    if "Host key verification" in output:
+        return f"{output}: ssh does not know this host yet, or its key has changed; once by hand: ssh {name}"
+    if "Permission denied" in output:
+        return f"{output}: ssh must get in without a password; once by hand: ssh-copy-id {name} (or a key in the agent)"
+    return f"cannot be reached: {output}" if code == 255 else output

@@ -34,7 +34,7 @@ from ringdp.launcher.waiting import Waiting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the supervisor hands to the agent.
+    """The supervisor's orders to the agent.
 
     Attributes:
         arguments: the command line.
@@ -42,7 +42,7 @@ class Orders:
         secret_file: the job's secret; None lets rank 0 make one and publish it in the store.
         own_secret: the secret was made for this run, and goes with it.
         terminals: path of the pseudo-terminal by stream, where there is one.
-        status_fd: where messages go.
+        status_fd: the pipe for messages.
         leash_fd: reads the end of file when the supervisor has died.
     """
 
@@ -56,7 +56,7 @@ class Orders:
 
 
 def run(orders: Orders) -> NoReturn:
-    """Start the ranks, wait for them, tell the supervisor, and end this process. Called right after the fork."""
+    """Start the ranks, wait for them, report to the supervisor, and end this process. Called right after the fork."""
     code = 1
     waiting = None
     if orders.arguments.meeting is not None:
@@ -83,8 +83,8 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
     os.setpgid(0, 0)
     processes.become_subreaper()
-    tell_nodes: list[Callable[[str], None]] = []  # once there is an agent
-    threading.Thread(target=_watch_leash, args=(orders, tell_nodes), name="leash", daemon=True).start()
+    notify_nodes: list[Callable[[str], None]] = []  # once there is an agent
+    threading.Thread(target=_watch_leash, args=(orders, notify_nodes), name="leash", daemon=True).start()
     for number in _early.RANK_SIGNALS:
         # Slurm may send them to all processes of a step. A handler, as what is ignored would be ignored by the ranks.
         signal.signal(number, lambda number, _: messages.post(orders.status_fd, messages.Signalled(number=number)))
@@ -158,7 +158,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     )
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
-    gone = elastic.tell(
+    gone = elastic.report_to(
         meeting=meeting,
         restarting=restarting,
         running=lambda pids: messages.post(orders.status_fd, messages.Running(pids=tuple(pids.items()))),
@@ -166,7 +166,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         lost=lost if args.elastic else None,
         stopped=stopped,
     )
-    tell_nodes.append(gone)
+    notify_nodes.append(gone)
     if waiting is not None:
         waiting.begin()
 
@@ -214,8 +214,8 @@ def _rank_failures(
 
 
 def _divert_output(folder: Path, *, silent: bool) -> None:
-    """Send what torch's agent itself says into launcher.log: on a failure that is pages, and the supervisor says it
-    in fifteen lines.
+    """Send the log of torch's agent to launcher.log: on a failure that is pages, which the supervisor sums up in
+    fifteen lines.
 
     Args:
         folder: the run's folder.
@@ -238,17 +238,17 @@ def _divert_output(folder: Path, *, silent: bool) -> None:
     root.addHandler(handler)
 
 
-def _watch_leash(orders: Orders, tell_nodes: list[Callable[[str], None]]) -> None:
+def _watch_leash(orders: Orders, notify_nodes: list[Callable[[str], None]]) -> None:
     """Wait until the supervisor is gone without having ended us (SIGKILL), then end everything.
 
     Args:
         orders: of this agent.
-        tell_nodes: tell the other nodes what has happened here.
+        notify_nodes: functions that report to the other nodes why this one ends.
     """
     while os.read(orders.leash_fd, 1):
         pass
-    for tell in tell_nodes:  # before the agent sees that its ranks have ended
-        tell(f"the launcher on host {socket.gethostname()} was killed")
+    for notify in notify_nodes:  # before the agent sees that its ranks have ended
+        notify(f"the launcher on host {socket.gethostname()} was killed")
     processes.kill_all(lambda: processes.descendants(os.getpid()))
     if orders.own_secret and orders.secret_file is not None:
         secret.remove_secret(orders.secret_file)

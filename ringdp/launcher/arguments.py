@@ -28,22 +28,22 @@ from ringdp.launcher.views import Views
 LOOPBACK = "127.0.0.1"
 
 GRACE_S = 3.0
-"""Seconds the ranks have to end after Ctrl-C; torchrun gives 30 unless told otherwise."""
+"""Seconds the ranks have to end after Ctrl-C; torchrun's default is 30."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the launchers of several nodes meet.
+    """The rendezvous of the launchers of several nodes.
 
     Attributes:
         backend: the rendezvous backend: static, c10d, or another.
-        endpoint, host, port: where; port is 0 where that is not known.
-        flag: which flag says it.
+        endpoint, host, port: its address; port is 0 where that is not known.
+        flag: the flag that gave the address.
         run_id: the job's name there.
-        least, nodes: how many there must be, and can be.
+        least, nodes: the least and the largest number of nodes.
         node: this one's number; None where the backend gives one.
         hosted_here: this node keeps the store through which they meet.
-        timeout_s: for which they wait.
+        timeout_s: seconds for which they wait.
     """
 
     backend: str
@@ -60,23 +60,23 @@ class Meeting:
 
     @property
     def host_name(self) -> str:
-        """What to call the node that hosts it."""
+        """The name of the node that hosts it, for messages."""
         return "node 0" if self.node is not None else "the node that hosts the rendezvous"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What to start on which hosts, where this launcher is to start others.
+    """The hosts and programs, where this launcher starts others.
 
     Attributes:
-        hosts: where; each with its number of ranks.
+        hosts: each with its number of ranks.
         flags: those for each host's launcher.
-        program: what each launches: the script, or module or command, and its arguments.
-        script: to be looked for on each host; None for a module or a command.
+        program: the program that each launches: the script, or module or command, and its arguments.
+        script: checked to exist on each host; None for a module or a command.
         variables: -x NAME or NAME=VALUE.
         ssh: --ssh; None takes ssh, and no connection for this host itself.
-        address, port: where the nodes meet, as given; None lets the hosts say.
-        notice: where the hosts are from, if the user did not name them; or empty.
+        address, port: the address of the rendezvous, as given; None takes one that the hosts report.
+        notice: a line with the source of the hosts, if the user did not name them; or empty.
         elastic: the job goes on without a host that is lost.
     """
 
@@ -99,11 +99,11 @@ class Arguments:
     Attributes:
         torchrun: torch's own arguments, with the rendezvous resolved as torchrun would.
         secret_file: the secret the user gave; None where there is none.
-        views: what of which rank is shown on the console.
+        views: the streams of each rank that the console shows.
         log_dir: the user's --log-dir; None where it was not given.
         grace_s: seconds the ranks have to end after the first stop signal.
         placement: the hosts whose launchers this one starts; None where it starts ranks itself.
-        meeting: where other launchers are met that take part in the job; None where there are none.
+        meeting: the rendezvous with the job's other launchers; None where there are none.
         signals: names of the signals that end the job.
     """
 
@@ -154,7 +154,7 @@ class _Version(argparse.Action):
 
 
 def _add_hosts(parser: argparse._ActionsContainer) -> None:
-    """The flags that say on which hosts launchers are to be started."""
+    """The flags for the hosts on which launchers are started."""
     parser.add_argument(
         "-H",
         "--hosts",
@@ -178,8 +178,8 @@ def _add_hosts(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--ssh",
         metavar="COMMAND",
-        help="What connects with a host instead of ssh; a host's name and a command for its shell follow. With {host} "
-        "in it only the command follows: 'kubectl exec -i {host} -- sh -c'.",
+        help="The command that connects with a host instead of ssh; a host's name and a command for its shell follow. "
+        "With {host} in it only the command follows: 'kubectl exec -i {host} -- sh -c'.",
     )
 
 
@@ -269,7 +269,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
-    """Check the command line; prints the usage and exits with 2 where it cannot be used.
+    """Check the command line; print the usage and exit with 2 where it cannot be used.
 
     Args:
         on_a_node: another launcher has started this one: it starts none itself.
@@ -313,38 +313,38 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
 
 
 def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placement | None) -> None:
-    """What --elastic cannot do yet, and what goes with it alone."""
+    """Check the flags that --elastic excludes, and those that need it."""
     if args.evict_after is not None and not args.elastic:
-        raise ValueError("--evict-after goes with --elastic: without it no rank goes on without another")
+        raise ValueError("--evict-after needs --elastic")
     if args.evict_after is not None and not 0 < args.evict_after < math.inf:
         raise ValueError(f"--evict-after is a number of seconds above 0, got {args.evict_after:g}")
     if not args.elastic:
         return
     if torchrun.parse_min_max_nnodes(args.nnodes)[0] != max_nodes:
-        raise ValueError(f"--elastic takes no new hosts into a job: give --nnodes one number, not {args.nnodes}")
+        raise ValueError(f"--elastic cannot add hosts to a job: give --nnodes one number, not {args.nnodes}")
     if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
-        raise ValueError("--elastic on several hosts starts nothing again: leave out --max-restarts")
+        raise ValueError("--elastic on several hosts cannot restart ranks: leave out --max-restarts")
     if args.run_path:
-        raise ValueError("--elastic starts each rank as a program of its own, which --run-path does not")
+        raise ValueError("--elastic cannot be combined with --run-path: give the script itself")
     if args.logs_specs is not None:
-        raise ValueError("--elastic keeps a file beside each rank's logs, so it does not go with --logs-specs")
+        raise ValueError("--elastic cannot be combined with --logs-specs: it needs the default folder of logs")
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
-    """What is asked for can be had: the packages are there."""
+    """Check that the packages for the requested metrics are installed."""
     if args.metrics_port is not None:
         if not 0 <= args.metrics_port <= 65535:
             raise ValueError(f"--metrics-port must be a port up to 65535, got {args.metrics_port}")
         if importlib.util.find_spec("prometheus_client") is None:
             raise ValueError("--metrics-port needs the package prometheus_client: pip install prometheus_client")
     if args.tensorboard and args.metrics_dir is None:
-        raise ValueError("--tensorboard goes with --metrics-dir, which says where to")
+        raise ValueError("--tensorboard needs --metrics-dir DIR")
     if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--tensorboard needs the package tensorboard: pip install tensorboard")
 
 
 def _most_nodes(args: argparse.Namespace) -> int:
-    """How many launchers there can be."""
+    """The largest number of launchers."""
     try:
         least, most = torchrun.parse_min_max_nnodes(args.nnodes)
     except ValueError:
@@ -355,7 +355,7 @@ def _most_nodes(args: argparse.Namespace) -> int:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    """A variable of the shell that is not set leaves an empty text, at which torch or the ranks would stumble."""
+    """Refuse empty texts, which an unset variable of the shell leaves: torch or the ranks would fail later."""
     texts = {
         "the name of the script" if not args.module else "the name of the module": args.training_script,
         "--metrics-dir": args.metrics_dir,
@@ -369,7 +369,7 @@ def _check_program(args: argparse.Namespace) -> None:
 
 
 def _check_counts(args: argparse.Namespace) -> None:
-    """Numbers that torchrun asserts, or divides by, only later."""
+    """Check numbers that torchrun asserts, or divides by, only later."""
     try:
         ranks = int(args.nproc_per_node)
     except ValueError:
@@ -391,7 +391,7 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
-    """What torchrun does before it makes its configuration: on one node without explicit flags, a free port."""
+    """Resolve the rendezvous as torchrun does: on one node without explicit flags, a free port."""
     unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (unspecified and max_nodes == 1):
         args.rdzv_backend = "c10d"
@@ -424,7 +424,7 @@ def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
             raise ValueError(f"{'-x' if args.variables else '--ssh'} goes with -H or --hostfile, which name the hosts")
         return None
     if given := [name for name, one in elsewhere.items() if one]:
-        raise ValueError(f"the list of hosts says how many nodes there are and where they meet: leave out {given[0]}")
+        raise ValueError(f"the list of hosts sets nodes and rendezvous: leave out {given[0]}")
     begin = len(argv) - len(args.training_script_args) - 1
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_hosts(own)
@@ -447,7 +447,7 @@ def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
 
 
 def _meeting(args: argparse.Namespace) -> Meeting:
-    """Where the nodes meet, as torch is going to see it."""
+    """The rendezvous of the nodes, as torch is going to see it."""
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
     settings = _parse_rendezvous_config(args.rdzv_conf or "")
     static = args.rdzv_backend == "static"
@@ -483,7 +483,7 @@ def _views(args: argparse.Namespace) -> Views:
     local_ranks = frozenset(int(part) for part in args.local_ranks_filter.split(",") if part.strip())
     as_torchrun = bool(redirects) or bool(tee) or bool(local_ranks)
     if as_torchrun and args.console is not None:
-        raise ValueError("--console does not go with --redirects, --tee or --local-ranks-filter: choose one way")
+        raise ValueError("--console cannot be combined with --redirects, --tee or --local-ranks-filter: leave out one")
     return Views(
         console=None if as_torchrun else args.console or "errors",
         redirects=redirects,

@@ -1,6 +1,6 @@
 """The ssh connection through which a launcher was started: `ssh host ringrun …`, without a terminal.
 
-With a terminal its end is a SIGHUP. Without one nothing is sent: sshd ends, and what it started goes on, unseen.
+With a terminal its end is a SIGHUP. Without one there is no signal: sshd ends, and its children go on, unseen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SERVERS = ("sshd", "dropbear", "tinysshd")  # beginnings of the names of proces
 
 
 class Connection:
-    """Knows when it is lost. Used by the launcher's main thread; owns a descriptor for the life of the process."""
+    """Reports whether it is lost. Used by the launcher's main thread; owns a descriptor for the life of the process."""
 
     def __init__(self, streams: Collection[int], server: int | None) -> None:
         """

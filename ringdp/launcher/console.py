@@ -1,4 +1,4 @@
-"""The user's terminal, or whatever stdout and stderr are: who writes what without tearing lines apart."""
+"""The user's stdout and stderr: writes the output of all ranks without breaking lines of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that cannot be written: a rank whose output goes to a file there ends at its next print, and cannot say why."""
+"""Disks that cannot be written: a rank whose output goes to a file there ends at its next print, without a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks' output on the console: which stream is read from where, and through which filter."""
+"""The ranks' output on the console: the source and the filter of each stream."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Feed:
     """One stream of one rank on its way to the console.
 
     Attributes:
-        rank: whose, as it was at the start.
-        source: where it comes from.
-        stream: where it goes.
-        filter: what becomes of it; without one it is shown as it is.
+        rank: its rank, as it was at the start.
+        source: the log file or pseudo-terminal that it is read from.
+        stream: the console's stream that it is written to.
+        filter: turns it into lines; without one it is shown as it is.
         noted: of what is shown as it is, takes note of the tracebacks, so that the same ones of other ranks are short.
     """
 
@@ -96,7 +96,7 @@ class Display:
                 self._feeds.append(feed)
 
     def show(self) -> None:
-        """Show what has come."""
+        """Show new output."""
         if self._others and time.monotonic() - self._looked_s >= FIRST_PERIOD_S:
             self._looked_s = time.monotonic()
             self._follow_rank_0()
@@ -104,23 +104,23 @@ class Display:
             self._take(feed, feed.source.read(), ended=False)
 
     def stopping(self) -> None:
-        """After Ctrl-C every rank ends with the same traceback, which is nothing new: those go to the logs alone."""
+        """Called after Ctrl-C: every rank ends with the same traceback, which then goes to the logs alone."""
         self._stopping = True
 
     def resize(self) -> None:
-        """The real terminal has another size."""
+        """Called when the real terminal has another size."""
         for terminal in set(self._terminals.values()):
             terminal.resize()
 
     def finish(self) -> None:
-        """Show what is left; the ranks have ended."""
+        """Show the rest; the ranks have ended."""
         self._follow_rank_0()
         self._finish_feeds()
         for terminal, stream in {terminal: stream for stream, terminal in self._terminals.items()}.items():
             self._console.raw(stream, terminal.finish())
 
     def _follow_rank_0(self) -> None:
-        """A process that has become rank 0 is shown as rank 0 is: what it has written since then."""
+        """Show the output that a process writes after it has become rank 0."""
         for rank in list(self._others):
             try:
                 sizes = Path(rank.report_file).with_name(FIRST_MARK).read_text().split()

@@ -1,5 +1,5 @@
-"""torch's elastic agent, which tells what it does: as LocalElasticAgent, which a user of torchrun knows. With
-``--elastic`` a rank that dies does not end the others."""
+"""torch's elastic agent (LocalElasticAgent) with callbacks that report its actions. With ``--elastic`` a rank that dies
+does not end the others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ringdp.launcher.stopped import StoppedRanks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """What the user hears of other nodes, and they of this one.
+    """The reports about other nodes to the user, and about this node to the others.
 
     Attributes:
-        say: is given lines about the other nodes, and whether the launcher of another one says the same.
-        again: is given why another node starts its ranks again, and this one with it.
-        rank_failed: the words for the other nodes about ranks of this one that failed, by rank.
-        launcher_failed: those about this launcher, which ends by an exception.
+        say: is given lines about the other nodes, and whether the launcher of another one shows the same.
+        again: is given the reason for which another node, and this one with it, starts its ranks again.
+        rank_failed: the message for the other nodes about failed ranks of this one, by rank.
+        launcher_failed: the message about this launcher, which ends by an exception.
     """
 
     say: Callable[[list[str], bool], None]
@@ -38,7 +38,7 @@ class Elsewhere:
     launcher_failed: Callable[[BaseException], str]
 
 
-def tell(
+def report_to(
     *,
     meeting: Callable[[RendezvousHandler], None],
     restarting: Callable[[Mapping[int, ProcessFailure]], None],
@@ -50,26 +50,27 @@ def tell(
     """Have the agent of this process call these; torch.distributed.launcher makes it.
 
     Args:
-        meeting: is given what the launchers of the nodes meet through, before they do.
+        meeting: is given the rendezvous handler of the launchers, before they meet.
         restarting: is given the failures, by rank, after which all ranks are started again.
         running: is given the pids, by rank, of ranks that have been started.
-        elsewhere: what the user hears of other nodes, and they of this one.
-        lost: is given those without which the other ranks go on; None: no rank goes on without another.
+        elsewhere: the reports about and to other nodes.
+        lost: is given the lost ranks, without which the others go on; None: no rank goes on without another.
         stopped: ends ranks that are stopped for too long; None: they are waited for.
 
     Returns:
-        What to call when this process is about to end before the agent has: tells the other nodes why.
+        A function to call when this process is about to end before the agent has: publishes the reason to the other
+        nodes.
     """
-    agents: list[TellingAgent] = []
+    agents: list[ReportingAgent] = []
 
-    class TellingAgent(LocalElasticAgent):
+    class ReportingAgent(LocalElasticAgent):
         def __init__(self, spec: WorkerSpec, *args: Any, **named: Any) -> None:
             meeting(spec.rdzv_handler)
             super().__init__(spec, *args, **named)
             self._watched: SubprocessContext | None = None
-            self._dead: set[int] = set()  # of its local ranks, those that `lost` has heard of
+            self._dead: set[int] = set()  # of its local ranks, those that were given to `lost`
             self._others: other_nodes.OtherNodes | None = None
-            self._well: RunResult | None = None  # what torch said when all ranks of this node had ended well
+            self._well: RunResult | None = None  # torch's result when all ranks of this node had ended well
             agents.append(self)
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -89,7 +90,7 @@ def tell(
                 raise
             except BaseException as error:
                 if self._others is not None:
-                    self._others.tell(End(other_nodes.FAILED, elsewhere.launcher_failed(error)))
+                    self._others.publish(End(other_nodes.FAILED, elsewhere.launcher_failed(error)))
                 raise
             return result
 
@@ -102,9 +103,9 @@ def tell(
                     self._others.flush()
 
         def gone(self, words: str) -> None:
-            """Tell the other nodes that this one ends before its ranks have."""
+            """Publish to the other nodes that this one ends before its ranks have."""
             if self._others is not None:
-                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.publish(End(other_nodes.FAILED, words))
                 self._others.flush()
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -128,7 +129,7 @@ def tell(
                 return going_on
             result: RunResult = self._well or super()._monitor_workers(worker_group)
             if result.state is WorkerState.FAILED:
-                self._tell_failure(result)
+                self._publish_failure(result)
             if result.state is WorkerState.FAILED and self._remaining_restarts > 0:
                 restarting(result.failures)
             if result.state is WorkerState.SUCCEEDED and self._others is not None and lost is None:
@@ -136,15 +137,15 @@ def tell(
                 return self._as_on_the_other_nodes(self._others, result)
             return result
 
-        def _tell_failure(self, result: RunResult) -> None:
+        def _publish_failure(self, result: RunResult) -> None:
             if self._others is None:
                 return
             words = elsewhere.rank_failed(result.failures)
             if self._remaining_restarts > 0:
-                self._others.tell(End(other_nodes.AGAIN, words))
+                self._others.publish(End(other_nodes.AGAIN, words))
                 self._others.flush()
             else:
-                self._others.tell(End(other_nodes.FAILED, words))
+                self._others.publish(End(other_nodes.FAILED, words))
                 self._others.leave(other_nodes.FAREWELL_S)
 
         def _as_on_the_other_nodes(self, others: other_nodes.OtherNodes, result: RunResult) -> RunResult:
@@ -153,7 +154,7 @@ def tell(
 
             torch waits in its exit barrier for 300 s instead, silently, and then calls the job a good one.
             """
-            others.tell(End(other_nodes.WELL))
+            others.publish(End(other_nodes.WELL))
             outcome = others.outcome
             if outcome is None:
                 return RunResult(state=WorkerState.HEALTHY)
@@ -168,7 +169,7 @@ def tell(
         def _without_the_dead(
             self, worker_group: WorkerGroup, lost: Callable[[Mapping[int, ProcessFailure]], None]
         ) -> RunResult | None:
-            """The state of a job that can do without the ranks that have died; None: torch is to judge it."""
+            """The state of a job that can do without the ranks that have died; None: torch's own result counts."""
             context = self._pcontext
             if not isinstance(context, SubprocessContext):
                 return None
@@ -195,7 +196,7 @@ def tell(
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
             return None
 
-    api.LocalElasticAgent = TellingAgent  # type: ignore[attr-defined]
+    api.LocalElasticAgent = ReportingAgent  # type: ignore[attr-defined]
 
     def gone(words: str) -> None:
         for agent in agents:

@@ -1,4 +1,4 @@
-"""Which rank failed first, and of what: from exit codes, error files and the ends of the logs."""
+"""The rank that failed first, and its cause: from exit codes, error files and the ends of the logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?")
 _NAMED_LIKE_ONE = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)(: |$)")
 _WHAT = re.compile(r"\s*what\(\):\s*(?P<text>.+)")
 
-# What a rank says that has lost another one: never the cause as long as there is any other failure.
+# The errors of a rank that has lost another one: never the cause as long as there is any other failure.
 _CONSEQUENCES = re.compile(
     r"PeerLostError|MembershipChanged|ExpelledError|ConnectionResetError|BrokenPipeError|DistBackendError|DistStoreError"
     r"|Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exited"
@@ -59,18 +59,18 @@ class Blame(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """What is known about a failed rank.
+    """A failed rank: how it ended, its last output, and whether it is to blame.
 
     Attributes:
-        failure: how torch's agent saw it end.
-        logs: where its output is.
+        failure: its end, as torch's agent saw it.
+        logs: the files with its output.
         exception: its last exception, "Type: message"; None where it raised none.
-        tail: the lines of its stderr that say most, or the last ones of its stdout where stderr is empty.
+        tail: the most telling lines of its stderr, or the last ones of its stdout where stderr is empty.
         tail_log: the file that has those lines.
         blame: whether it may be the cause.
         when_s: seconds since the epoch, as near to the failure as can be known.
-        signal_words: what is known about the signal; empty for what is said of this signal in general.
-        disk: why its logs could not be written, which may be why it ended; or empty.
+        signal_text: an explanation of the signal; empty for the general one of this signal.
+        disk: the reason for which its logs could not be written, which may have ended it; or empty.
     """
 
     failure: RankFailure
@@ -80,7 +80,7 @@ class FailureReport:
     tail_log: str
     blame: Blame
     when_s: float
-    signal_words: str = ""
+    signal_text: str = ""
     disk: str = ""
 
     @property
@@ -91,7 +91,7 @@ class FailureReport:
 
     @property
     def description(self) -> str:
-        """What happened, to follow "rank 1 on host X"."""
+        """The failure as text, to follow "rank 1 on host X"."""
         code = self.failure.exit_code
         disk = f"; {self.disk}" if self.disk else ""
         if self.raised:
@@ -101,14 +101,14 @@ class FailureReport:
                 number = signal.Signals(-code)
             except ValueError:
                 return f"was killed by signal {-code}"
-            words = self.signal_words or SIGNAL_WORDS.get(number)
+            words = self.signal_text or SIGNAL_WORDS.get(number)
             said = f": {self.exception}" if self.exception else ""
             return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
         return f"ended with exit code {code}{disk}"
 
     @property
     def in_short(self) -> str:
-        """What happened, in a few words."""
+        """The failure in a few words."""
         if self.blame is Blame.STOPPED_BY_US:
             return "stopped"
         if self.raised and self.exception is not None:
@@ -128,7 +128,7 @@ def examine(
 
     Args:
         failures: in the order in which torch's agent saw them.
-        ranks: where the output of this host's ranks is.
+        ranks: the output files of this host's ranks.
         oom_killer_acted: whether the kernel's out-of-memory killer ended a process during the run; None where that
             is not known.
     """
@@ -141,7 +141,7 @@ def examine(
         words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_FROM_OUTSIDE
         killed = [report.failure.exit_code == -signal.SIGKILL and not report.failure.cause for report in reports]
         reports = [
-            dataclasses.replace(report, signal_words=words) if by_kill else report
+            dataclasses.replace(report, signal_text=words) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
     reports = _blame_who_was_lost_first(reports)
@@ -167,7 +167,7 @@ def _blame_who_was_lost_first(reports: list[FailureReport]) -> list[FailureRepor
     left = [_LEFT.search(report.exception or "") for report in reports]
     why = next((f": {found[1]}" for found in left if found), "")
     return [
-        dataclasses.replace(report, blame=Blame.CAUSE, signal_words=_LEFT_FIRST + why)
+        dataclasses.replace(report, blame=Blame.CAUSE, signal_text=_LEFT_FIRST + why)
         if report.failure.rank in named and report.blame is Blame.STOPPED_BY_US
         else report
         for report in reports
@@ -215,7 +215,7 @@ def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
         tail_log=tail_log,
         blame=blame,
         when_s=when_s,
-        signal_words=failure.cause,
+        signal_text=failure.cause,
     )
 
 
@@ -265,7 +265,7 @@ def _native_exception(lines: list[str]) -> str | None:
 
 
 def _recorded(error_file: str) -> str | None:
-    """The exception that torch's @record wrote down; None where the script does not use it."""
+    """The exception in the file of torch's @record; None where the script does not use it."""
     try:
         message = json.loads(Path(error_file).read_text())["message"]
         text = message["message"] if isinstance(message, dict) else message

@@ -1,4 +1,4 @@
-"""From the bytes of a rank's stream to the lines that are shown of it."""
+"""Filters that turn the bytes of a rank's stream into the lines that the console shows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Filter(Protocol):
         """Lines to show now."""
 
     def idle(self) -> list[str]:
-        """Lines to show as nothing has come for a moment."""
+        """Lines to show when the stream is silent for a moment."""
 
     def finish(self) -> list[str]:
-        """Lines to show as the stream has ended."""
+        """Lines to show when the stream has ended."""
 
 
 class Splitter:
@@ -76,7 +76,7 @@ class AllLines:
         return self._shown(self._splitter.finish())
 
     def _shown(self, lines: list[str]) -> list[str]:
-        # Many bars below each other would be a wall: of a bar the last state is shown.
+        # Of a progress bar only the last state is shown.
         return [self._prefix + line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
@@ -89,7 +89,7 @@ class Shown:
     def first(self, block: list[str], prefix: str) -> str | None:
         """The prefix of the rank that showed the same stack and type before, numbers aside; None if none did.
 
-        Messages may differ: the caller shows its own.
+        Their messages may differ: the caller shows its own.
         """
         lines = (line if line[:1].isspace() else line.partition(":")[0] for line in block)
         first = self._first.setdefault(_VARYING.sub("#", "\n".join(lines)), prefix)

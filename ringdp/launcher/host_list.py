@@ -24,7 +24,7 @@ def parse_hosts(text: str) -> list[Host]:
     """``-H``: names with commas between, each with ``:slots`` behind it or without.
 
     Raises:
-        ValueError: it is empty, or has a name or number that cannot be meant.
+        ValueError: it is empty, or has a name or number that cannot be used.
     """
     return _merged([_host(part.strip(), f"-H {text}") for part in text.split(",")])
 

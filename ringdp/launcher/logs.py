@@ -1,6 +1,6 @@
-"""Where the ranks' output goes: one folder per run, below it torchrun's layout.
+"""The files of the ranks' output: one folder per run, below it torchrun's layout.
 
-- ``<run>/launcher.log``: what torch's elastic agent says;
+- ``<run>/launcher.log``: the log of torch's elastic agent;
 - ``<run>/attempt_<n>/<local rank>/stdout.log`` and ``stderr.log``;
 - ``<run>/attempt_<n>/<local rank>/error.json``, where the script uses torch's ``@record``;
 - ``<run>/attempt_<n>/<local rank>/report.json``, where it uses RingDP and ends well;
@@ -28,14 +28,14 @@ DEFAULT_LOG_DIR = Path("logs")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankLogs:
-    """Where one rank's output is found. Also what the agent tells the supervisor.
+    """The files with one rank's output. The agent sends it to the supervisor.
 
     Attributes:
         rank: rank in the job.
         local_rank: rank on this host.
         stdout, stderr: the log files.
-        error_file: what torch's @record writes when the script raises.
-        report_file: what a rank that used RingDP writes when it ends well.
+        error_file: written by torch's @record when the script raises.
+        report_file: written by a rank with RingDP when it ends well.
         terminals: streams that go through a pseudo-terminal, whose reader writes the log file.
         one_terminal: both go through the same one, and so into one file.
     """
@@ -57,7 +57,7 @@ class RunFolder:
     Attributes:
         path: the folder; absolute, as a script may change its directory.
         kept: False where the user asked for no logs (--log-dir /dev/null): it is removed at the end.
-        notice: a sentence for the user; empty where there is nothing to say.
+        notice: a sentence for the user; or empty.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """The path as a user wants to read it."""
+        """The path for messages: relative where it is below the current directory."""
         return short_path(self.path)
 
 
@@ -120,10 +120,10 @@ def _make_unique(parent: Path, name: str) -> Path:
 
 
 class RankLogsSpecs(LogsSpecs):
-    """Tells torch's elastic agent where each rank's streams go, and the display as well.
+    """Assigns the log files of each rank's streams, for torch's elastic agent and for the display.
 
-    All streams go to files, which the supervisor reads: a rank never waits for a slow console, and its last words
-    are kept whatever happens to the launcher. The one exception is a stream that is shown as it comes on a
+    All streams go to files, which the supervisor reads: a rank never waits for a slow console, and its last output is
+    kept even where the launcher is killed. The one exception is a stream that is shown as it comes on a
     terminal: that rank gets a pseudo-terminal, so that it sees a terminal as it would without a launcher.
     """
 
@@ -139,7 +139,7 @@ class RankLogsSpecs(LogsSpecs):
         """
         Args:
             folder: the run's folder.
-            views: what the console shows.
+            views: the streams that the console shows.
             terminals: path of the pseudo-terminal by stream, where there is one.
             tail_for_filters: torch is to read the teed files itself, for --duplicate-stdout-filters.
             started: called before the ranks of an attempt start, with the environment of one of them.

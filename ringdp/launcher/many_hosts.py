@@ -1,7 +1,7 @@
 """``ringrun -H node1:4,node2:4 train.py``: a launcher on each host, over ssh, and one console for all of them.
 
-Each host's launcher is `node`, joined to this one by what `tether` describes. Nothing is started before all hosts have
-answered and agree. The secret and the variables travel inside the connection, never in a command line.
+Each host's launcher is `node`, connected with this one by the protocol of `tether`. Nothing is started before all hosts
+have answered and agree. The secret and the variables travel inside the connection, never in a command line.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o 
 ANSWER_S = 60.0
 """Seconds a host has to answer; importing torch from a slow disk takes most of them."""
 
-TELL_S, TELL_AGAIN_S = 8.0, 10.0
-"""After which the user is told which hosts have not answered, and how often."""
+NOTICE_S, NOTICE_AGAIN_S = 8.0, 10.0
+"""Seconds until the first line about hosts that have not answered, and between two lines."""
 
 AFTER_FAILURE_S = 5.0
 """Seconds that the other hosts have to notice that one has failed, before they are stopped."""
@@ -49,7 +49,8 @@ PASSED_ON = re.compile(r"(RINGDP|NCCL|GLOO|TORCH|PYTORCH|TORCHELASTIC|OMP|MKL|PE
 """Variables that go to all hosts, besides those named by -x."""
 
 OF_THIS_HOST = {"RINGDP_SECRET_FILE", "RINGDP_ADVERTISE", "RINGDP_HOST_ID", "RINGDP_REPORT_FILE"}
-"""Not those: a path or an address. What PET_ variables say of the hosts is in the command line that each gets."""
+"""Variables that are not passed on: paths and addresses. The hosts of PET_ variables are in the command line that each
+gets."""
 
 _SHOWN_AS_IT_IS = re.compile(r"ringrun: |\[rank \d+\] |\[\w+\d+\]:")
 _ANSWERS = 5  # lines of a host that could not answer
@@ -64,7 +65,7 @@ class _Node:
         self.host, self.number = host, number
         self.hello: Hello | None = None
         self.end: End | None = None
-        self.heard_s = time.monotonic()
+        self.last_beat_s = time.monotonic()
         self.said: deque[str] = deque(maxlen=_ANSWERS)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -106,7 +107,7 @@ class ManyHosts:
     def __init__(self, placement: Placement, *, secret: str, grace_s: float) -> None:
         """
         Args:
-            placement: what to start where.
+            placement: the hosts and the programs.
             secret: the job's, in hexadecimal digits.
             grace_s: seconds that ranks have to end after a stop signal.
         """
@@ -159,17 +160,17 @@ class ManyHosts:
         return [*template, host.name, there]
 
     def _ask(self) -> list[str]:
-        """All hosts, side by side, whether they can take part; why not."""
+        """Ask all hosts at the same time whether they can take part; the problems of those that cannot."""
         for node in self._nodes:
             node.write(Ask(folder=str(Path.cwd()), script=self._placement.script))
         begin = time.monotonic()
-        tell_s = TELL_S
+        notice_s = NOTICE_S
         while (waited_s := time.monotonic() - begin) < ANSWER_S and self._stop_signal is None:
             missing = [node.host.name for node in self._nodes if node.hello is None and not node.ended]
             if not missing:
                 break
-            if waited_s > tell_s:
-                tell_s = waited_s + TELL_AGAIN_S
+            if waited_s > notice_s:
+                notice_s = waited_s + NOTICE_AGAIN_S
                 names = ", ".join([*missing[:_NAMES], *["…"] * (len(missing) > _NAMES)])
                 self._say([f"waiting for an answer of {names}, since {waited_s:.0f} s of at most {ANSWER_S:.0f} s"])
             self._pump(0.2)
@@ -206,7 +207,7 @@ class ManyHosts:
                 own += ["--nnodes", str(len(self._nodes)), "--node-rank", str(node.number)]
                 own += ["--master-addr", address, "--master-port", str(port)]
             arguments = [*placement.flags, *own, *placement.program]
-            node.heard_s = time.monotonic()
+            node.last_beat_s = time.monotonic()
             node.write(Orders(arguments=arguments, environ=environ, secret=self._secret))
         if len(self._nodes) > 1:
             names = ", ".join(f"{it.name}:{it.slots}" if it.slots else it.name for it in placement.hosts)
@@ -215,7 +216,7 @@ class ManyHosts:
     # Running
 
     def _watch(self) -> None:
-        """Until all launchers have ended."""
+        """Run until all launchers have ended."""
         beat, failed_s, stopped_s = 0.0, None, None
         while not all(node.ended for node in self._nodes):
             self._pump(0.5)
@@ -230,7 +231,7 @@ class ManyHosts:
                 for node in alive:
                     node.write({"pass_on": number})
             for node in alive:
-                if now - node.heard_s > tether.SILENCE_S:
+                if now - node.last_beat_s > tether.SILENCE_S:
                     node.kill()
             failed = [node for node in self._nodes if node.ended and node.process.returncode != 0]
             failed_s = now if failed and failed_s is None else failed_s
@@ -246,7 +247,7 @@ class ManyHosts:
                 return
 
     def _goes_on(self, failed: Sequence[_Node], others: Sequence[_Node]) -> bool:
-        """Whether an elastic job does without hosts that are gone: their launchers have said nothing of an end."""
+        """Whether an elastic job goes on without lost hosts, whose launchers have sent no `End`."""
         return self._placement.elastic and bool(others) and all(node.end is None for node in failed)
 
     def _stop(self, number: int, nodes: Sequence[_Node]) -> None:
@@ -254,7 +255,7 @@ class ManyHosts:
             node.write({"signal": int(number)})
 
     def _pump(self, wait_s: float) -> None:
-        """Take what has come from the hosts."""
+        """Read new messages of the hosts."""
         if self._connection is not None and self._stop_signal is None and self._connection.lost:
             self._on_stop(signal.SIGHUP, None)
         poll = select.poll()
@@ -268,7 +269,7 @@ class ManyHosts:
             node = owners[descriptor]
             stream, splitter = node.streams[descriptor]
             data = os.read(descriptor, 65536)
-            node.heard_s = time.monotonic()
+            node.last_beat_s = time.monotonic()
             lines = splitter.feed(data) if data else splitter.finish()
             if not data:
                 del node.streams[descriptor]
@@ -311,7 +312,7 @@ class ManyHosts:
             self._stop_signal, self._stop_time = number, now
 
     def _end_connections(self) -> None:
-        """The end of its input ends what is left on a host."""
+        """Close the input of a host's launcher, which then ends its processes."""
         for node in self._nodes:
             node.close()
             if node.hello is None and not node.ended:  # nothing runs there: ssh is still logging in
@@ -352,8 +353,8 @@ class ManyHosts:
     def _lost_text(self, node: _Node) -> str:
         code = node.process.returncode
         if code == 255 or code is None or code < 0:
-            return f"the connection to {node.host.name} was lost; what ran there ends by itself"
-        return f"the launcher on {node.host.name} ended with exit code {code} and said nothing"
+            return f"the connection to {node.host.name} was lost; its processes end by themselves"
+        return f"the launcher on {node.host.name} ended with exit code {code} without a message"
 
     def _fail(self, problems: Sequence[str]) -> int:
         self._say([f"FAILED: {problems[0]}", *(f"    {problem}" for problem in problems[1:])])
@@ -372,7 +373,8 @@ def is_here(name: str) -> bool:
 
 
 def meeting_address(hellos: Sequence[Hello]) -> str:
-    """Where all hosts reach the first one: the address at which ssh reached it, or from which others were reached."""
+    """The address at which all hosts reach the first one: the one at which ssh reached it, or from which others were
+    reached."""
     first = hellos[0]
     if len(hellos) == 1:
         return "127.0.0.1"
@@ -385,10 +387,10 @@ def meeting_address(hellos: Sequence[Hello]) -> str:
 
 
 def variables(environ: Mapping[str, str], chosen: Sequence[str]) -> dict[str, str]:
-    """What the ranks of all hosts find in their environment besides what their host has.
+    """Variables that are added to the environment of the ranks on all hosts.
 
     Raises:
-        ValueError: a variable is named that is not set.
+        ValueError: -x names a variable that is not set.
     """
     found = {name: value for name, value in environ.items() if PASSED_ON.fullmatch(name) and name not in OF_THIS_HOST}
     return found | dict(_chosen(environ, chosen))

@@ -1,4 +1,4 @@
-"""What the agent tells the supervisor: one JSON object a line, through a pipe."""
+"""The messages of the agent to the supervisor: one JSON object a line, through a pipe."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Signalled:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """How torch's agent saw a rank end.
+    """The end of a rank, as torch's agent saw it.
 
     Attributes:
         exit_code: as of a shell command, or minus the number of the signal that killed it.
         observed_s: when, in whole seconds since the epoch.
-        cause: why the launcher itself has killed it; empty where it has not.
+        cause: the reason for which the launcher itself killed it; empty where it did not.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Waiting:
 
     Attributes:
         lines: the lines.
-        said_elsewhere: the launcher of another node says the same.
+        said_elsewhere: the launcher of another node shows the same.
     """
 
     lines: tuple[str, ...]
@@ -100,7 +100,7 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailedElsewhere:
-    """The job has failed, and the ranks of this node had ended well: what happened on another one."""
+    """The job has failed on another node, while the ranks of this one had ended well."""
 
     words: str
 
@@ -141,7 +141,7 @@ def decode(line: bytes) -> Message:
 
 
 def post(descriptor: int, message: Message) -> None:
-    """Write a message; a supervisor that is gone is not an error here, the leash deals with it."""
+    """Write a message; a supervisor that is gone is not an error here: the agent's leash handles it."""
     data = encode(message)
     with contextlib.suppress(BrokenPipeError):
         while data:

@@ -1,4 +1,4 @@
-"""--metrics-dir, --metrics-port, --tensorboard: what the agent sets up for its ranks before it starts them."""
+"""--metrics-dir, --metrics-port, --tensorboard: the agent sets them up for its ranks before it starts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def begin(args: argparse.Namespace, run_folder: Path) -> None:
-    """Tell the ranks by the environment, and serve what they write for as long as this process lives.
+    """Set the ranks' variables, and serve their metrics for as long as this process lives.
 
     Raises:
         OSError: the folder cannot be made.

@@ -69,7 +69,7 @@ def _free_port() -> int:
 
 
 def _take_stdin() -> int:
-    """A descriptor for what comes on standard input, which itself is empty from now on: the ranks inherit it."""
+    """A copy of the descriptor of standard input, which itself becomes /dev/null for the ranks that inherit it."""
     commands = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -77,7 +77,7 @@ def _take_stdin() -> int:
 
 
 def _read(descriptor: int, rest: bytes) -> tuple[dict[str, Any] | None, bytes]:
-    """The next line that says something, and what came behind it; None at the end."""
+    """The next line that is not empty, and the bytes behind it; None at the end."""
     while True:
         found, newline, behind = rest.partition(b"\n")
         if newline:

@@ -1,6 +1,6 @@
-"""What the launchers of a job's nodes tell each other through the store: that they live, and how their ranks ended.
+"""The launchers of a job's nodes exchange through the store that they live, and how their ranks ended.
 
-Each stays until the job is over on all nodes: one of them keeps the store, and none can know alone how the job ends.
+Each stays until the job is over on all nodes: one of them keeps the store, and the end of the job depends on all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ SOON_S = 0.1
 """The same as `BEAT_S` for the first seconds after the end of this node's ranks: the others mostly end with them."""
 
 SILENCE_S = 10.0
-"""Seconds without a word of another node's launcher, or of the store, after which it is gone."""
+"""Seconds without a beat of another node's launcher, or an answer of the store, after which it counts as lost."""
 
-TELL_S, TELL_AGAIN_S = 3.0, 10.0
-"""After which the user is told for whom this node waits, and how often."""
+NOTICE_S, NOTICE_AGAIN_S = 3.0, 10.0
+"""Seconds until the first line about nodes that this one waits for, and between two lines."""
 
 FAREWELL_S = 3.0
-"""Seconds for which a launcher whose ranks failed stays, so that the others learn it."""
+"""Seconds for which a launcher whose ranks failed stays, so that the others can read it."""
 
 FLUSH_S = 1.0
-"""Seconds that the store has to take what is told."""
+"""Seconds that the store has to take this node's entries."""
 
 WELL, LOST, FAILED, AGAIN = "well", "lost", "failed", "again"
 _NAMES = 8  # of nodes in one line
@@ -48,7 +48,7 @@ class End:
     Attributes:
         how: `WELL`; `LOST`, all of them, which an elastic job goes on without; `FAILED`; or `AGAIN`: they failed, and
             are started again.
-        words: what happened, for the user of another node; empty where all is well.
+        words: the failure, for the user of another node; empty where there is none.
     """
 
     how: str
@@ -56,14 +56,14 @@ class End:
 
 
 class OtherNodeFailed(Exception):
-    """The job has failed on another node, or nothing is known of one. The text says what happened."""
+    """The job has failed on another node, or the end of one is not known. The text has the reason."""
 
 
 class OtherNodes:
     """Those of one attempt of a job, seen by the launcher of one node.
 
-    What is in ``_ends`` has been told through the store, and does not change. A thread of its own asks the store, which
-    may not answer; it alone writes ``_ends``, ``_done``, ``_hosts`` and ``_beats``.
+    Entries of ``_ends`` come from the store and do not change. A thread of its own reads the store, which may not
+    answer; it alone writes ``_ends``, ``_done``, ``_hosts`` and ``_beats``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class OtherNodes:
             nodes: how many there are.
             attempt: the same on all nodes, and another one after each restart.
             elastic: a node's failure does not end the others.
-            say: is given lines for the user, by the thread, and whether another node's launcher says the same.
+            say: is given lines for the user, by the thread, and whether another node's launcher shows the same.
         """
         self._store, self._node, self._nodes, self._elastic, self._say = store, node, nodes, elastic, say
         self._prefix = f"ringdp/launchers/{attempt}"
@@ -103,8 +103,8 @@ class OtherNodes:
         self._thread = threading.Thread(target=self._run, name="other nodes", daemon=True)
         self._thread.start()
 
-    def tell(self, end: End) -> None:
-        """How the ranks of this node ended. What was told first stays."""
+    def publish(self, end: End) -> None:
+        """Publish how the ranks of this node ended. The first call counts."""
         if self._own is None:
             self._own_since = time.monotonic()
             self._own = end
@@ -133,18 +133,18 @@ class OtherNodes:
                 )
             return End(WELL)
         if silent := [node for node in missing if node in self._silent()]:
-            return End(FAILED, f"{self._names(silent)}: nothing was heard of its launcher for {SILENCE_S:.0f} s")
+            return End(FAILED, f"{self._names(silent)}: no beat of its launcher for {SILENCE_S:.0f} s")
         return None
 
     def end(self, how: str) -> bool:
         """The ranks of this node of an elastic job are over: `WELL`, some of them with exit code 0, or `LOST`.
 
-        Returns when those of the other nodes are, or when nothing is heard of them any more: whether the job has ended
-        well somewhere.
+        Returns when those of the other nodes are over, or their launchers are silent: whether the job has ended well on
+        some node.
         """
         if self._own is not None and self._leaving:
             return self._well
-        self.tell(End(how))
+        self.publish(End(how))
         while not self._store_is_gone() and not all(
             node in self._ends or node in self._silent() for node in range(self._nodes)
         ):
@@ -160,15 +160,15 @@ class OtherNodes:
         self._leaving = True
         end = time.monotonic() + limit_s
         while not self._store_is_gone() and time.monotonic() < end:
-            told = self._own is None or self._node in self._ends
-            if told and all(node in self._done or node in self._silent() for node in range(self._nodes)):
+            gathered = self._own is None or self._node in self._ends
+            if gathered and all(node in self._done or node in self._silent() for node in range(self._nodes)):
                 break
             self._wake.set()
             time.sleep(0.02)
         self.close()
 
     def flush(self) -> None:
-        """Returns when what was told is in the store, and what was there before has been read, or after `FLUSH_S`."""
+        """Returns when this node's entries are in the store, and earlier ones have been read, or after `FLUSH_S`."""
         end = time.monotonic() + FLUSH_S
         asked = self._asked
         while self._asked < asked + 2 and not self._stop.is_set() and self._broken is None and time.monotonic() < end:
@@ -202,16 +202,16 @@ class OtherNodes:
         return [other for other, (_, heard) in self._beats.items() if now - heard > SILENCE_S]
 
     def _run(self) -> None:
-        tell_s = TELL_S
+        notice_s = NOTICE_S
         try:
             self._set("host", socket.gethostname())
             while not self._stop.is_set():
                 self._ask()
                 since_s = time.monotonic() - self._own_since
-                if self._own is not None and since_s > tell_s and not self._leaving and self.outcome is None:
-                    self._tell_waiting(since_s)
-                    tell_s += TELL_AGAIN_S if tell_s > TELL_S else TELL_AGAIN_S - TELL_S
-                self._wake.wait(SOON_S if self._own is not None and since_s < TELL_S else BEAT_S)
+                if self._own is not None and since_s > notice_s and not self._leaving and self.outcome is None:
+                    self._log_waiting(since_s)
+                    notice_s += NOTICE_AGAIN_S if notice_s > NOTICE_S else NOTICE_AGAIN_S - NOTICE_S
+                self._wake.wait(SOON_S if self._own is not None and since_s < NOTICE_S else BEAT_S)
                 self._wake.clear()
         except Exception as error:  # the store, and with it the node that keeps it
             self._broken = str(error)
@@ -225,8 +225,8 @@ class OtherNodes:
             self._ends[self._node] = self._own
         if self._store.add(f"{self._prefix}/ended", 0) > len(self._ends):
             for other in self._missing():
-                if (told := self._get("end", other)) is not None:
-                    how, _, words = told.partition(" ")
+                if (gathered := self._get("end", other)) is not None:
+                    how, _, words = gathered.partition(" ")
                     self._ends[other] = End(how, words)
         if self._node not in self._done and (self._leaving or self._settled()):
             self._set("done", "1")
@@ -241,7 +241,7 @@ class OtherNodes:
         self._asked += 1
 
     def _settled(self) -> bool:
-        """Nothing that is still to come changes how the job ends."""
+        """Whether no later entry can change how the job ends."""
         failed = not self._elastic and any(end.how == FAILED for end in self._ends.values())
         return failed or len(self._ends) == self._nodes
 
@@ -253,14 +253,14 @@ class OtherNodes:
             if now_at != count:
                 self._beats[other] = (now_at, time.monotonic())
 
-    def _tell_waiting(self, since_s: float) -> None:
+    def _log_waiting(self, since_s: float) -> None:
         missing = self._missing()
         for node in missing:
             if node not in self._hosts and (host := self._get("host", node)) is not None:
                 self._hosts[node] = host
         line = f"node {self._node} of {self._nodes} waits for {self._names(missing)}, whose ranks have not ended"
-        heard_s = time.monotonic() - max(self._beats[node][1] for node in missing)
-        silence = f"; nothing is heard of its launcher since {duration(heard_s)}" if heard_s > TELL_S else ""
+        last_beat_s = time.monotonic() - max(self._beats[node][1] for node in missing)
+        silence = f"; the last beat of its launcher was {duration(last_beat_s)} ago" if last_beat_s > NOTICE_S else ""
         self._say([f"{line}, since {duration(since_s)}{silence}"], any(node < self._node for node in self._ends))
 
     def _set(self, what: str, value: str) -> None:

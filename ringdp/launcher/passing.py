@@ -17,8 +17,8 @@ from ringdp.launcher import processes
 SETTLE_S = 1.0
 """Seconds that a rank which had no handler has to set another one: ``init`` sets one of its own for SIGUSR1."""
 
-TELL_S = 1.0
-"""Seconds after which the user is told of ranks without a handler."""
+NOTICE_S = 1.0
+"""Seconds until the line about ranks without a handler."""
 
 SAME_S = 0.3
 """Seconds within which a signal that all processes of a Slurm step get reaches all of them."""
@@ -37,17 +37,17 @@ class PassedOn:
         self._first_seen: dict[
             tuple[int, int], float
         ] = {}  # a signal and a pid that had no handler, and since when it has
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
         self._pids: Mapping[int, int] = {}  # by rank
 
     def note(self, number: int) -> None:
-        """The launcher has got this signal."""
+        """Note that the launcher has received this signal."""
         self._came[number] = time.monotonic()
         self._reached[number] = set()
-        self._told.discard(number)
+        self._logged.discard(number)
 
     def all_got(self, number: int) -> None:
-        """The agent has got it, too: who sends it sends it to every process, and the ranks have it."""
+        """Note that the agent has received it, too: then the sender sent it to every process, and the ranks have it."""
         if number in self._came and time.monotonic() - self._came[number] < SAME_S:
             self._forget(number)
 
@@ -67,7 +67,7 @@ class PassedOn:
         return bool(self._came)
 
     def deliver(self) -> list[str]:
-        """Send what can be sent, once `SAME_S` have passed; lines for the user."""
+        """Send the signals that can be sent, once `SAME_S` have passed; lines for the user."""
         now = time.monotonic()
         lines = []
         for number, came in list(self._came.items()):
@@ -81,8 +81,8 @@ class PassedOn:
                 rank for rank, pid in self._pids.items() if rank not in reached and processes.is_alive(pid)
             )
             over = bool(reached) and not without
-            if number not in self._told and (over or now - came > TELL_S):
-                self._told.add(number)
+            if number not in self._logged and (over or now - came > NOTICE_S):
+                self._logged.add(number)
                 lines.append(self._line(number, sorted(reached), without))
             if over:
                 self._forget(number)

@@ -1,6 +1,6 @@
-"""Processes of this job: who descends from us, and how to end all of them.
+"""The processes of this job, which descend from this one, and how to end all of them.
 
-Nothing here trusts a list of pids kept while the job ran: a rank may fork data-loader workers, and torch's agent
+No list of pids kept while the job ran is used: a rank may fork data-loader workers, and torch's agent
 may be interrupted in the middle of starting the ranks. The process that cleans up becomes a subreaper, so that a
 process whose parent has died becomes its child instead of init's, and then /proc shows the whole tree.
 """
@@ -87,7 +87,7 @@ def is_alive(pid: int) -> bool:
 
 
 def takes(pid: int, number: int) -> bool:
-    """Whether a process handles or ignores a signal: otherwise it does what is the default, which may end it."""
+    """Whether a process handles or ignores a signal: otherwise the default action may end it."""
     try:
         with open(f"/proc/{pid}/status") as file:
             masks = dict(line.split(":", 1) for line in file if line.startswith(("SigIgn:", "SigCgt:")))
@@ -128,7 +128,7 @@ def kill_all(survivors: Callable[[], list[int]], *, limit_s: float = 2.0) -> lis
     """SIGKILL until no process is left; a process in uninterruptible sleep may outlast the limit.
 
     Args:
-        survivors: lists who still lives; asked again after every round, as a process may fork meanwhile.
+        survivors: lists the processes that still live; called again after every round, as a process may fork meanwhile.
         limit_s: seconds before giving up.
 
     Returns:
@@ -156,7 +156,8 @@ def die_of(number: int) -> int:
 
 
 def oom_kills() -> int | None:
-    """Processes that this kernel's out-of-memory killer has ended, in containers too; None where it does not say."""
+    """The number of processes that this kernel's out-of-memory killer has ended, in containers too; None where it does
+    not count them."""
     try:
         with open("/proc/vmstat") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)

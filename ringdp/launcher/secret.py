@@ -30,5 +30,5 @@ def make_secret(given: str | None = None) -> Path:
 
 
 def remove_secret(path: Path) -> None:
-    """Remove what ``make_secret`` made; nothing happens where it is gone."""
+    """Remove the file and folder of ``make_secret``, if they are still there."""
     shutil.rmtree(path.parent, ignore_errors=True)

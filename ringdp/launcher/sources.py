@@ -1,4 +1,4 @@
-"""Where the supervisor reads a rank's stream: its log file, or a pseudo-terminal whose log it writes."""
+"""The sources of a rank's stream for the supervisor: its log file, or a pseudo-terminal whose log it writes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Source(Protocol):
     """A rank's stream."""
 
     def read(self) -> bytes:
-        """What has come since the last call; empty where nothing has. Does not wait."""
+        """The bytes since the last call; empty for none. Does not wait."""
 
     def finish(self) -> bytes:
-        """What is left when all who write have ended."""
+        """The rest when all writers have ended."""
 
 
 class LogFile:
@@ -58,7 +58,7 @@ class Terminal:
     """A pseudo-terminal for a rank whose output is shown as it comes on a terminal.
 
     The rank sees a terminal of the same size, so that progress bars and colours are what they are without a
-    launcher. What comes is also written to the log.
+    launcher. All output is also written to the log.
     """
 
     def __init__(self, shown_on: int) -> None:
@@ -77,11 +77,11 @@ class Terminal:
 
     @property
     def descriptor(self) -> int:
-        """Readable when something has come."""
+        """A descriptor that is readable when output has come."""
         return self._master
 
     def log_to(self, path: str) -> None:
-        """Write what comes to this file from now on."""
+        """Write new output to this file from now on."""
         if self._log is not None:
             os.close(self._log)
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -95,12 +95,12 @@ class Terminal:
     def read(self) -> bytes:
         try:
             return self._read_logged()
-        except OSError:  # nothing there (EAGAIN), or all who write have ended (EIO)
+        except OSError:  # no output (EAGAIN), or all writers have ended (EIO)
             return b""
 
     def finish(self) -> bytes:
-        # With our own end of the rank's side closed, reading ends with EIO once everything has been read. Somebody
-        # who detached from the job may hold that side for ever: then the time ends it.
+        # With our own end of the rank's side closed, reading ends with EIO once everything has been read. A process
+        # that detached from the job may hold that side for ever: then the time ends it.
         os.close(self._slave)
         end = time.monotonic() + 0.3
         data = bytearray()
@@ -125,7 +125,7 @@ class Terminal:
         while rest and self._log is not None:
             try:
                 rest = rest[os.write(self._log, rest) :]
-            except OSError:  # no space left: what is shown goes on, and so does the rank
+            except OSError:  # no space left: the console and the rank go on
                 os.close(self._log)
                 self._log = None
         return data

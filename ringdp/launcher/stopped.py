@@ -1,4 +1,4 @@
-"""Ranks whose process is stopped (SIGSTOP, a shell's Ctrl-Z), which the others wait for as long as that lasts."""
+"""Ranks whose process is stopped (SIGSTOP, a shell's Ctrl-Z), for which the others wait as long as that lasts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from ringdp.launcher import processes
 
 LOOK_S = 1.0
-"""Of the time between two looks no more counts: this process may have been stopped itself, with its ranks."""
+"""At most so much of the time between two looks counts: this process may have been stopped itself, with its ranks."""
 
 
 class StoppedRanks:
@@ -47,5 +47,5 @@ class StoppedRanks:
                 processes.send([pid], signal.SIGKILL)
 
     def why(self, pid: int) -> str:
-        """Why this process was ended here; empty if it was not."""
+        """The reason for which this process was killed; empty if it was not."""
         return self._ended.get(pid, "")

@@ -1,4 +1,4 @@
-"""The last words of a failed run: at most fifteen lines that say who failed, of what, and where to read on."""
+"""The summary of a failed run: at most fifteen lines with the failed rank, its cause, and the logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def failed(
         seconds: how long the run took.
         restarts: how often the ranks had been started again.
         earlier: why, for the last of those restarts; see `restarting`.
-        several_hosts: the user may be on another one: the logs are told with this host's name.
+        several_hosts: the user may be on another one: the paths of logs have this host's name.
         disks: sentences about those that cannot be written.
     """
     first = reports[0]
@@ -58,7 +58,7 @@ def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[
     """The summary on a node whose ranks ended well, of a job that failed on another one.
 
     Args:
-        words: what happened there.
+        words: the failure there.
         seconds: how long the run took.
         folder: the run's folder here; None where no logs are kept.
     """
@@ -69,14 +69,14 @@ def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[
 
 
 def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_kept: bool) -> str:
-    """Why the ranks of an attempt are started again, in one line: the rank to blame, what it said, where its log is."""
+    """The reason of a restart, in one line: the rank to blame, its failure, its log."""
     first = reports[0]
     what = f"attempt {attempt}: rank {first.failure.rank} on host {host} {first.description}"
     return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
 
 
 def lost(report: FailureReport, *, host: str, logs_kept: bool) -> str:
-    """A rank without which the others go on (--elastic): what it died of, and where its log is."""
+    """The line for a rank without which the others go on (--elastic): its cause of death, and its log."""
     what = f"ringrun: rank {report.failure.rank} on host {host} {report.description}; the other ranks go on without it"
     return _cut(what + (f"; log: {short_path(report.tail_log)}" if logs_kept and report.tail_log else ""))
 
@@ -94,7 +94,7 @@ def finished(
 
     Args:
         seconds: how long the run took.
-        steps: those of rank 0; None where it did not tell.
+        steps: those of rank 0; None where it wrote no report.
         where: " on 2 hosts", or empty.
         logs: the folder, or empty.
         restarted: the ranks have been started again: the steps are those since then.
@@ -127,9 +127,9 @@ def broken(error: str, *, host: str, log: str | None) -> list[str]:
     """The summary of a run that failed in the launcher itself.
 
     Args:
-        error: what happened.
+        error: its text.
         host: this host's name.
-        log: where more is written; None where there is nothing more.
+        log: the file with more; None where there is none.
     """
     said = [part for part in error.splitlines() if part.strip()][: MAX_LINES - 2] or ["no reason given"]
     lines = [f"ringrun: FAILED on host {host}: {said[0]}", *(f"    {line}" for line in said[1:])]
@@ -139,7 +139,7 @@ def broken(error: str, *, host: str, log: str | None) -> list[str]:
 
 
 def _others(reports: list[FailureReport]) -> str:
-    """Who else failed and how, for example: rank 0 PeerLostError; ranks 2, 3 stopped."""
+    """The other failed ranks and their ends, for example: rank 0 PeerLostError; ranks 2, 3 stopped."""
     groups: dict[str, list[int]] = {}
     for report in reports:
         groups.setdefault(report.in_short, []).append(report.failure.rank)

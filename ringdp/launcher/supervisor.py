@@ -1,7 +1,7 @@
 """The process the user starts: it forks the agent, shows the ranks' output, handles signals, and cleans up.
 
-It does little on purpose. torch's agent may be importing, waiting in C++ for other hosts, or in the middle of
-starting ranks when Ctrl-C comes; this process is never busy, so it can always end everything in time.
+It does little on purpose: when Ctrl-C comes torch's agent may be importing, waiting in C++ for other hosts, or starting
+ranks; this process is never busy, so it can end everything in time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringdp.launcher.passing import PassedOn
 from ringdp.launcher.tether import MARK, End, Tether
 
 POLL_S = 0.05
-"""How often the logs are looked at; a look costs microseconds."""
+"""Seconds between two reads of the logs; a read costs microseconds."""
 
 NO_RANKS_GRACE_S = 0.3
 """Seconds the agent has to end after a stop signal while no rank has been started."""
@@ -112,7 +112,7 @@ class Supervisor:
         self._failed_elsewhere: messages.FailedElsewhere | None = None
 
     def run(self) -> int:
-        """Start the agent and stay until nothing of the job is left, or all is well; returns the exit code."""
+        """Start the agent and stay until the job has ended and its processes are gone; returns the exit code."""
         processes.become_subreaper()
         secret_file = self._arguments.secret_file
         self._handle_signals()
@@ -159,7 +159,7 @@ class Supervisor:
         for name in {"SIGINT", "SIGTERM", *self._arguments.signals}:
             number = getattr(signal, name, None)
             if number is None or (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
-                continue  # nohup has seen to SIGHUP
+                continue  # nohup ignores SIGHUP
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, self._on_stop)
         _early.release()
@@ -228,7 +228,7 @@ class Supervisor:
             self._failed_elsewhere = message
         elif isinstance(message, messages.Waiting):
             if self._tether is not None and message.said_elsewhere:
-                return  # the user's launcher shows what all say
+                return  # the user's launcher shows it for all hosts
             self._console.lines("stderr", [f"ringrun: {line}" for line in message.lines])
         elif isinstance(message, messages.Restarting):
             self._note_restart(message)
@@ -312,7 +312,8 @@ class Supervisor:
     def _grace_left(self) -> float:
         grace_s = self._arguments.grace_s
         if self._started is None and self._arguments.torchrun.logs_specs is None:
-            # There is no rank yet that could save anything; the agent may be waiting in C++, deaf to signals.
+            # There is no rank yet that could save anything; the agent may be waiting in C++, where it does not handle
+            # signals.
             grace_s = min(grace_s, NO_RANKS_GRACE_S)
         return self._stop_time + grace_s - time.monotonic()
 
@@ -323,22 +324,22 @@ class Supervisor:
         return processes.descendants(os.getpid(), without=self._not_ours)
 
     def _end_leftovers(self) -> None:
-        """After a stop or a failure: children of ranks, and ranks that an interrupted agent lost track of.
+        """Kill, after a stop or a failure, children of ranks, and ranks that an interrupted agent does not know.
 
-        After a good end they are left alone: what a script detaches then is meant to go on, as under torchrun.
+        After a good end they are left alone: processes that a script has detached go on, as under torchrun.
         """
         if self._stop_signal is None and self._agent_status == 0:
             return
         end = time.monotonic() + LEFTOVERS_S
-        told: set[int] = set()
+        gathered: set[int] = set()
         while survivors := self._survivors():
             if self._stop_signal is not None:
                 end = time.monotonic() + self._grace_left()
             if time.monotonic() >= end:
                 processes.kill_all(self._survivors)
                 return
-            processes.send(set(survivors) - told, signal.SIGTERM)
-            told.update(survivors)
+            processes.send(set(survivors) - gathered, signal.SIGTERM)
+            gathered.update(survivors)
             self._wait()
             self._display.show()
 
@@ -352,7 +353,7 @@ class Supervisor:
             name = signal.Signals(self._stop_signal).name
             logs = f"; logs in {folder}" if folder else ""
             after = summary.duration(seconds)
-            self._last_words([f"ringrun: stopped by {name} after {after}{logs}"])
+            self._log_end([f"ringrun: stopped by {name} after {after}{logs}"])
             if self._connection is not None and self._connection.lost and self._folder.kept:
                 self._leave_word(f"ringrun: the ssh connection was lost after {after}, so everything was ended\n")
             if self._stop_signal == signal.SIGINT:
@@ -360,11 +361,11 @@ class Supervisor:
             return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
-            told = self._steps_by_rank()
-            steps = self._steps(told)
-            self._lost |= self._left_early(told, steps)
-            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._lost_words())
-            self._last_words([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
+            gathered = self._steps_by_rank()
+            steps = self._steps(gathered)
+            self._lost |= self._left_early(gathered, steps)
+            words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._describe_lost())
+            self._log_end([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
             return 0
         first: failure.FailureReport | None = None
         if self._failed is not None and self._failed.failures:
@@ -390,7 +391,7 @@ class Supervisor:
                 log=str(log) if folder and log.exists() and log.stat().st_size else None,
             )
             lines += [f"  {sentence}" for sentence in self._full_disks()]
-        self._last_words(lines, first)
+        self._log_end(lines, first)
         return 1
 
     def _full_disks(self) -> list[str]:
@@ -399,13 +400,13 @@ class Supervisor:
         return disks.troubles(kept | {"dumps": os.environ.get("RINGDP_DUMP_DIR") or None})
 
     def _steps_by_rank(self) -> dict[int, int | None]:
-        """What the ranks of this host have told of themselves at their end; None: not even that."""
+        """The reports of this host's ranks by rank; None where a rank wrote none."""
         return {rank.rank: summary.steps_of(rank.report_file) for rank in self._started.ranks} if self._started else {}
 
     def _steps(self, by_rank: Mapping[int, int | None]) -> int | None:
-        """Of the first rank that has told; of an elastic job, which goes on without it, of the one with the most."""
-        told = [steps for steps in by_rank.values() if steps is not None]
-        return (max(told) if self._arguments.torchrun.elastic else told[0]) if told else None
+        """The steps of the first rank with a report; in an elastic job, which may have lost it, the most steps."""
+        gathered = [steps for steps in by_rank.values() if steps is not None]
+        return (max(gathered) if self._arguments.torchrun.elastic else gathered[0]) if gathered else None
 
     def _left_early(self, by_rank: Mapping[int, int | None], steps: int | None) -> dict[int, str]:
         """Ranks that have ended well and without which the others of an elastic job have gone on, and how."""
@@ -417,13 +418,13 @@ class Supervisor:
             if rank not in self._lost and (its is None or its < steps)
         }
 
-    def _lost_words(self) -> tuple[str, ...]:
+    def _describe_lost(self) -> tuple[str, ...]:
         return tuple(f"rank {rank} ({how})" for rank, how in self._lost.items())
 
-    def _last_words(
+    def _log_end(
         self, lines: list[str], first: failure.FailureReport | None = None, *, steps: int | None = None
     ) -> None:
-        """For the user, or for the launcher that the user started, which hears from all hosts."""
+        """Write the last lines for the user, or send them to the launcher that the user started."""
         if self._tether is None:
             self._console.lines("stderr", lines)
             return
@@ -433,12 +434,12 @@ class Supervisor:
             blame=None if first is None else int(first.blame),
             when_s=0.0 if first is None else first.when_s,
             steps=steps,
-            lost=self._lost_words(),
+            lost=self._describe_lost(),
         )
         self._console.lines("stderr", [MARK + tether.line(end).decode().rstrip("\n")])
 
     def _leave_word(self, text: str) -> None:
-        """For a user whom the console no longer reaches."""
+        """Write a line into the run's folder, for a user whom the console no longer reaches."""
         with contextlib.suppress(OSError), open(self._folder.path / "launcher.log", "a") as file:
             file.write(text)
 
@@ -449,4 +450,4 @@ class Supervisor:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor does the work; without a handler it would not be written."""
+    """Does nothing: the wake-up descriptor does the work, and is written only for signals with a handler."""

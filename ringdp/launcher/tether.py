@@ -1,4 +1,5 @@
-"""What ties the launcher on one host of several to the one that the user started: lines of JSON over its three streams.
+"""The protocol between the launcher on one host of several and the one that the user started: lines of JSON over its
+three streams.
 
 The user's launcher writes, the host's reads from its standard input: `Ask`, and when all hosts have answered, `Orders`;
 then ``{}`` every few seconds, and the number of a signal: to stop by, or to pass on to the ranks. The host's launcher
@@ -21,7 +22,7 @@ MARK = "\x1e"
 
 BEAT_S = 3.0
 QUIET_S = 6.0
-"""Seconds without output after which a host says that it is there; it may end a line that is not complete."""
+"""Seconds without output after which a host sends a beat, which may end a line that is not complete."""
 
 SILENCE_S = 20.0
 """Seconds without a beat after which the connection counts as lost."""
@@ -29,7 +30,7 @@ SILENCE_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a host is asked before anything starts.
+    """The question to a host before anything starts.
 
     Attributes:
         folder: the directory to work in.
@@ -45,8 +46,8 @@ class Hello:
     """A host's answer.
 
     Attributes:
-        problem: why it cannot take part; None if it can.
-        host: its own name for itself.
+        problem: the reason for which it cannot take part; None if it can.
+        host: its own name.
         versions: of what must be the same on all hosts, by name.
         address, seen: its own address and that of the user's launcher, as sshd sees them; empty without ssh.
         port: free here now.
@@ -62,7 +63,7 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the host's launcher is to do.
+    """The orders for the host's launcher.
 
     Attributes:
         arguments: its command line.
@@ -80,7 +81,7 @@ class End:
     """How the run ended on the host.
 
     Attributes:
-        lines: its last words for the user.
+        lines: its last lines for the user.
         logs: the folder with its logs; empty where none are kept.
         blame: of its first failure (`failure.Blame`); None without one.
         when_s: of its first failure, seconds since the epoch by its own clock.
@@ -119,7 +120,7 @@ class Tether:
         """Signals for the ranks that have been read."""
 
     def read(self) -> int | None:
-        """The signal to stop by, if it is time for that."""
+        """The signal by which to stop; None while the run goes on."""
         try:
             data = os.read(self.descriptor, 65536)
         except BlockingIOError:
@@ -137,10 +138,10 @@ class Tether:
         return next((int(number) for number in numbers if number), None)
 
     def beat_due(self, wrote_s: float) -> bool:
-        """Whether it is time to tell the user's launcher that this host is there, which counts from now on.
+        """Whether a beat to the user's launcher is due; if so, the next interval begins.
 
         Args:
-            wrote_s: when something was last written to it, which tells it, too.
+            wrote_s: when something was last written to it, which counts as a beat.
         """
         due = time.monotonic() - max(self._beat, wrote_s) > QUIET_S
         if due:

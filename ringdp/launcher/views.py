@@ -1,4 +1,4 @@
-"""What the console shows of each rank's two streams."""
+"""How the console shows each rank's two streams."""
 
 from __future__ import annotations
 

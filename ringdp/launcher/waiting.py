@@ -1,4 +1,5 @@
-"""What the user hears while the launchers of several nodes have not all come: who is here, who is waited for, where."""
+"""Lines for the user while the launchers of several nodes have not all come: the nodes that are here, those that are
+missing, and the address."""
 
 from __future__ import annotations
 
@@ -21,33 +22,33 @@ CONNECT_S = 2.0
 """Seconds after which an address that does not answer counts as not reachable."""
 
 UNREACHABLE_S = 10.0
-"""Seconds from the first failed attempt to reach the address until the user is told what was tried."""
+"""Seconds from the first failed attempt to reach the address until the line with the attempts."""
 
 
 class Waiting:
-    """Watches the meeting of the nodes from a thread of its own, and tells about it.
+    """Watches the rendezvous of the nodes from a thread of its own, and shows lines about it.
 
     Owned by the agent. `begin` and `end` are for the agent's threads; the rest runs on the thread.
     """
 
-    def __init__(self, meeting: Meeting, tell: Callable[[list[str]], None]) -> None:
+    def __init__(self, meeting: Meeting, show: Callable[[list[str]], None]) -> None:
         """
         Args:
-            meeting: where and how many.
-            tell: is given lines for the user, by the thread.
+            meeting: its address and the number of nodes.
+            show: is given lines for the user, by the thread.
         """
         self._meeting = meeting
-        self._tell = tell
+        self._show = show
         self._store: Any = None  # a connection of our own to the store through which they meet
         self._handler: Any = None  # torch's rendezvous handler, once there is one
         self._changed = threading.Condition()
         self._since: float | None = None
         self.last = ""
-        """What the user was told last that is waited for."""
+        """The nodes in the last line to the user."""
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """The nodes have begun to meet."""
+        """Called when the nodes begin to meet."""
         with self._changed:
             self._since = time.monotonic()
             if self._thread is None:
@@ -56,18 +57,18 @@ class Waiting:
             self._changed.notify()
 
     def note_handler(self, handler: Any) -> None:
-        """torch has connected to where they meet."""
+        """Called when torch has connected to the rendezvous."""
         self._handler = handler
 
     def end(self) -> None:
-        """They have met."""
+        """Called when they have met."""
         with self._changed:
             self._since = None
             self._changed.notify()
 
     @property
     def seconds(self) -> float | None:
-        """Since when they meet; None while they do not."""
+        """Seconds since the rendezvous began; None outside it."""
         since = self._since
         return None if since is None else time.monotonic() - since
 
@@ -80,7 +81,7 @@ class Waiting:
         return handler is not None and not late
 
     def text(self) -> str:
-        """What this node waits for; may take a moment."""
+        """A line with the nodes that this one waits for; may take a moment."""
         meeting = self._meeting
         place = f"node {meeting.node} of {meeting.nodes}" if meeting.node is not None else "this node"
         if not self.connected and not meeting.hosted_here:
@@ -97,7 +98,7 @@ class Waiting:
         return f"{place} waits for {rest} at {meeting.endpoint}; here: {_some(list(here.values()))}"
 
     def tried(self) -> list[str]:
-        """What became of connecting to each address of the endpoint; empty where one answers."""
+        """The problem with each address of the endpoint; empty where one answers."""
         try:
             found = socket.getaddrinfo(self._meeting.host, self._meeting.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -120,9 +121,9 @@ class Waiting:
                 while self._since is None:
                     self._changed.wait()
                 since: float = self._since
-            self._tell_until_met(since)
+            self._log_until_met(since)
 
-    def _tell_until_met(self, since: float) -> None:
+    def _log_until_met(self, since: float) -> None:
         next_s, said = FIRST_S, False
         unreachable_s: float | None = None
         while True:
@@ -144,7 +145,7 @@ class Waiting:
                     lines += unreachable_lines(self._meeting, problems)
             if self.seconds is None:  # they met meanwhile
                 return
-            self._tell(lines)
+            self._show(lines)
             next_s += EVERY_S
 
     def _here(self) -> dict[int, str] | None:
@@ -157,7 +158,8 @@ class Waiting:
             return None
 
     def _announced(self) -> dict[int, str]:
-        """Static rendezvous: torch's store counts who has come, and does not say who; so each node writes its name."""
+        """Static rendezvous: torch's store counts the nodes that have come and does not name them; so each node writes
+        its name."""
         if self._store is None:
             self._store = TCPStore(
                 self._meeting.host,
@@ -174,7 +176,7 @@ class Waiting:
 
 
 def unreachable_lines(meeting: Meeting, problems: list[str]) -> list[str]:
-    """The address cannot be reached: what was tried, and what to look at."""
+    """Lines for an address that cannot be reached: the attempts, and a remedy."""
     return [
         f"cannot reach {meeting.endpoint}: {'; '.join(problems)}",
         f"    is the launcher of {meeting.host_name} running, is {meeting.flag} the address of its host as this one"

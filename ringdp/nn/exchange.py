@@ -1,4 +1,4 @@
-"""The rows of a batch: the way of its ids to the owners, and of rows and gradients between them."""
+"""The exchange of a batch's rows: ids go to the owners, rows come back, gradients go to the owners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.nn.shards import Asked, Shard
 
 @dataclasses.dataclass
 class Lookup:
-    """The distinct rows that one batch of this rank needs, and what other ranks need of this one.
+    """The distinct rows that one batch of this rank needs, and the rows that other ranks need of this one.
 
     Attributes:
         inverse: int32, of each id of the batch, which of the distinct rows it is, as they are asked for.
@@ -55,7 +55,7 @@ class RowExchange:
     """Of one table over a group; None: this rank has all rows. All ranks call alike, in one order.
 
     Args:
-        wire: how rows travel: "exact", "bfloat16" or "int8".
+        wire: the code of rows: "exact", "bfloat16" or "int8".
     """
 
     def __init__(self, shard: Shard, group: dist.ProcessGroup | None, wire: str) -> None:
@@ -64,7 +64,7 @@ class RowExchange:
         self._operations = Operations(group, "a sharded embedding")
 
     def refuse(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one that it raises `error`; see `Operations.refuse`."""
+        """Give `error` to the ranks that wait for this one; see `Operations.refuse`."""
         self._operations.refuse(error)
 
     def look_up(self, ids: Tensor, counting: bool) -> Lookup:
@@ -124,10 +124,10 @@ class RowExchange:
             work = dist.all_to_all_single(message, asked.message, answer, asked.per_owner, group=group, async_op=True)
         return Lookup(asked.inverse, asked.per_owner, answer, message, work, asked.message)
 
-    def _count(self, told: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-        answer = torch.empty(len(told), dtype=torch.int64, device="cpu")
+    def _count(self, gathered: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        answer = torch.empty(len(gathered), dtype=torch.int64, device="cpu")
         with self._operations.named("ids of a sharded embedding, counted"):
-            dist.all_to_all_single(answer, torch.tensor(told, dtype=torch.int64, device="cpu"), group=group)
+            dist.all_to_all_single(answer, torch.tensor(gathered, dtype=torch.int64, device="cpu"), group=group)
         return answer.tolist()
 
     def _move(self, rows: Tensor, send: list[int], receive: list[int], words: str) -> Pending:

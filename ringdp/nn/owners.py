@@ -1,4 +1,4 @@
-"""Which rank owns which row of a table: a permutation of the rows, dealt to the ranks in turn."""
+"""The owners of a table's rows: a permutation of the rows, dealt to the ranks in turn."""
 
 from __future__ import annotations
 

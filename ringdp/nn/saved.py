@@ -1,4 +1,4 @@
-"""Files of a sharded embedding: one for each rank, and an index that says which of them count."""
+"""Files of a sharded embedding: one for each rank, and an index that names those that count."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_index(folder: Path, step: int, ranks: int) -> None:
 
 
 def read(folder: Path, shard: Shard, update: SparseUpdate, shape: list[int], table: str) -> None:
-    """What this rank owns of the files of all ranks that wrote.
+    """This rank's rows of the files of all ranks that wrote.
 
     Raises:
         InvalidArgumentError: a file is of another table or optimizer; `table` names this one.

@@ -122,7 +122,7 @@ class ShardedEmbedding(nn.Module):
 
         self._update = compare_settings(
             check,
-            lambda update: [f"the embedding: {given}", f"its optimizer: {update.words()}"],
+            lambda update: [f"the embedding: {given}", f"its optimizer: {update.describe()}"],
             self._group,
             doing="make the sharded embedding",
             advice="Give all ranks the same arguments",
@@ -149,7 +149,7 @@ class ShardedEmbedding(nn.Module):
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
-        self._told = False  # that rows are not in state_dict()
+        self._warned = False  # that rows are not in state_dict()
 
     @property
     def local_rows(self) -> int:
@@ -233,7 +233,7 @@ class ShardedEmbedding(nn.Module):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write each rank's rows and optimizer state to a file of `folder`; on all ranks.
 
-        What was saved there before counts until all files are written, and is removed then.
+        The files saved there before count until all new ones are written, and are removed then.
 
         Raises:
             SystemResourceError: a file cannot be written; on all ranks.
@@ -243,7 +243,7 @@ class ShardedEmbedding(nn.Module):
         self._together(lambda: saved.write_index(path, self._update.step, ranks) if rank == 0 else None, "save")
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote at any number of ranks; the folder has to have the files of all; on all ranks.
+        """Read the files of `save` at any number of ranks; the folder has to have the files of all; on all ranks.
 
         Raises:
             SystemResourceError: a file cannot be read; on all ranks.
@@ -253,14 +253,14 @@ class ShardedEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         size = "growing" if self.num_embeddings is None else self.num_embeddings
-        return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.words()}"
+        return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.describe()}"
 
-    # Inside.
+    # Private methods.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             name = prefix.rstrip(".") or "a ShardedEmbedding"
             _log.warning("the rows of %s are not in state_dict(): save(folder) writes them, on all ranks", name)
 
@@ -292,7 +292,7 @@ class ShardedEmbedding(nn.Module):
         return flat, begins
 
     def _prefetched(self, flat: Tensor) -> tuple[Lookup | None, Pending | None]:
-        """What `prefetch` has begun; raises InvalidStateError where it was for other ids."""
+        """The lookup that `prefetch` has begun; raises InvalidStateError where it was for other ids."""
         if self._ahead is None:
             return None, None
         if not torch.equal(self._ahead[0], flat):

@@ -1,4 +1,4 @@
-"""This rank's part of a table: its rows, what the optimizer remembers of them, and which row an id has.
+"""This rank's part of a table: its rows, their optimizer state, and the row of each id.
 
 `FixedShard` has the rows of a table of a known size; `GrowingShard` gives rows to ids when they have come often enough.
 """
@@ -38,8 +38,8 @@ class Shard(Protocol):
     """Of one table, on one rank. Used by one thread.
 
     Attributes:
-        table: ``[rows, dim]``; rows of a growing table that no id has mean nothing.
-        state: what the optimizer remembers, ``[rows, width]`` each.
+        table: ``[rows, dim]``; rows of a growing table without an id are undefined.
+        state: the optimizer's state, ``[rows, width]`` each.
     """
 
     table: Tensor
@@ -61,7 +61,7 @@ class Shard(Protocol):
         """For a file."""
 
     def take(self, content: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """What this rank owns of the file of `rank` of `ranks`, which wrote a shard of the same table."""
+        """Take this rank's rows of the file of `rank` of `ranks`, which wrote a shard of the same table."""
 
     def clear(self) -> None:
         """Before files are taken."""

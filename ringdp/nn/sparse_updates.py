@@ -1,4 +1,4 @@
-"""Optimizers that touch the rows with a gradient only: what the owner of the rows does with their sums."""
+"""Optimizers that change only the rows with a gradient; the owner of the rows runs them on the sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SparseUpdate:
         if not (0 <= self.lr < limit and 0 <= self.eps < limit and all(0 <= beta < 1 for beta in self.betas)):
             raise InvalidArgumentError(f"lr and eps must be finite and at least 0, betas from 0 to below 1, not {self}")
 
-    def words(self) -> str:
+    def describe(self) -> str:
         return f"{self.name}(lr={self.lr}, eps={self.eps}, betas={self.betas})"
 
     def new_state(self, rows: int, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train alone and average what has changed, in fragments, as codes, while they go on.
+"""DiLoCo: ranks train alone and average their changes, in fragments, as codes, while they go on.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, algorithm 1;
 "Streaming DiLoCo with overlapping communication", arXiv 2501.18512. With a fragment's global parameters g and a rank's
@@ -28,7 +28,7 @@ from ringdp.rounds import outer as outer_steps
 from ringdp.rounds import start, state
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, dealt, local_part
-from ringdp.rounds.not_finite import start_over, tell
+from ringdp.rounds.not_finite import log_not_finite, start_over
 from ringdp.rounds.pace import Pace
 from ringdp.rounds.schedule import Turn
 from ringdp.rounds.settings import Settings
@@ -51,17 +51,16 @@ class DiLoCo:
     Args:
         model: a module, or one in a `RingDP` over other ranks (a host's): see `levels`.
         inner: its optimizer, or several, of which the last one steps last.
-        every: steps of a round, or a function that says how many the round that begins after n steps has.
-        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or what makes a torch optimizer of a list of
-            parameters.
-            Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
+        every: steps of a round, or a function of n: the steps of the round that begins after n steps.
+        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of a list
+            of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
         fragments: parts of the model, each of which is averaged once a round, one after the other: the same bytes in
             smaller pieces.
         delay: steps from sending a fragment to using its mean. The ranks go on meanwhile; 0: they wait.
         mix: how much of a rank's own parameters stays when a mean comes, from 0 to below 1; None: 0.5 with a delay,
             else 0.
-        compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). What a
-            code leaves out is added to the next one where the codec has error feedback.
+        compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). The
+            error of a code is added to the next one where the codec has error feedback.
         warmup_steps: first steps after each of which parameters are averaged exactly. For SGD that is what RingDP does.
         unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
             average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
@@ -146,7 +145,7 @@ class DiLoCo:
         self._scaler = scaler
         self._watch_scaler()
 
-    # What the training loop calls.
+    # Called by the training loop.
 
     @property
     def round(self) -> int:
@@ -196,9 +195,8 @@ class DiLoCo:
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside the block the model has the global parameters, the same on all ranks: for evaluation and saving.
-
-        No rank needs the others for it. Buffers stay this rank's own.
+        """Inside the block the model has the global parameters, the same on all ranks: for evaluation and saving. Does
+        not communicate. Buffers stay this rank's own.
         """
         self._refuse_inside_evaluation("global_parameters()")
         with torch.no_grad():
@@ -216,7 +214,7 @@ class DiLoCo:
                     fragment.write(values)
 
     def stats(self) -> RoundStats:
-        """What rounds have cost so far."""
+        """The costs of rounds so far."""
         ranks = self._members.size()
         exact = sum(one.total.numel() * one.total.itemsize for one in self._fragments) * 2 * (ranks - 1) / ranks
         sizes = [float(torch.linalg.vector_norm(one.total)) for one in self._fragments]
@@ -232,7 +230,7 @@ class DiLoCo:
         )
 
     def state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
-        """All that is needed to go on: global parameters, outer optimizer, this rank's parameters and what codes owe.
+        """The state to go on from: global parameters, outer optimizer, this rank's parameters and residuals.
 
         Waits for fragments in flight, so all ranks call it after the same step. The inner optimizer's state is not in
         it: each rank has its own.
@@ -272,7 +270,7 @@ class DiLoCo:
             self._counts_samples,
         )
 
-    # What a step brings.
+    # The actions of a step.
 
     def _stepped(self, optimizer: object, args: object, kwargs: object) -> None:
         del optimizer, args, kwargs
@@ -314,7 +312,7 @@ class DiLoCo:
         digest = state.digest(fragment.total)
         record = Record(weight, step_s, -1 if wrong is None else wrong, digest, self._counts_samples)
         unit = 1.0 if exact else self._units[number]
-        flight = exchange.start(f"{name}: {fragment.words}", record, unit=unit, exact=exact, of_parameters=averages)
+        flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, of_parameters=averages)
         self._flights[number] = flight
         self._pace.leaves(flight)
         self._since[0][number], self._since[1][number] = 0, 0.0
@@ -324,7 +322,7 @@ class DiLoCo:
         fragment, flight = self._fragments[number], self._flights[number]
         arrival = self._wait(number, flight)
         del self._flights[number]
-        tell(flight, fragment, arrival, self._members.rank())
+        log_not_finite(flight, fragment, arrival, self._members.rank())
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)
@@ -358,7 +356,8 @@ class DiLoCo:
             )
 
     def _refuse_other_parameters(self, turn: Turn) -> None:
-        """Those that would be trained and not averaged. Nothing leaves then; `finish` may still be called."""
+        """Refuse parameters that would be trained and not averaged. No fragment leaves then; `finish` may still be
+        called."""
         if turn.last or not turn.leaves:
             return
         unfrozen = next((one.name for one in self._frozen if one.parameter.requires_grad), None)
@@ -367,9 +366,8 @@ class DiLoCo:
         if name is not None:
             self._pace.schedule.stay(turn.leaves)
             raise InvalidStateError(
-                f"{self._settings.who}: parameter {name} was {'unfrozen' if unfrozen else 'added or replaced'} after"
-                f" the {self._settings.who} was made, which does not average it: call finish() and detach(), and make a"
-                " new one",
+                f"{self._settings.who}: parameter {name} was {'unfrozen' if unfrozen else 'added or replaced'} since"
+                " and is not averaged: call finish() and detach(), and make a new one",
                 name=name,
             )
 
@@ -392,7 +390,7 @@ class DiLoCo:
 
 
 def _refuse_second(who: str, optimizer: torch.optim.Optimizer, members: dist.ProcessGroup) -> None:
-    """Two on one optimizer are for two levels of ranks. Raises InvalidArgumentError."""
+    """Allow a second one on this optimizer only for another level of ranks. Raises InvalidArgumentError."""
     ranks = set(dist.get_process_group_ranks(members))
     for hook in optimizer._optimizer_step_post_hooks.values():
         other = getattr(hook, "__self__", None)

@@ -1,7 +1,7 @@
-"""One fragment on its way to the other ranks and back: asynchronous operations, driven by the communication thread.
+"""The exchange of one fragment with the other ranks: asynchronous operations, driven by the communication thread.
 
-Beside the values each rank tells the others how much it counts (its record), so that the mean can be weighed when both
-are there: nothing waits before values leave.
+Beside the values each rank sends its weight (in its record), and the mean is weighed when both have come: values leave
+without a wait.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class NativeCodec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a rank tells of itself when a fragment leaves.
+    """The record that a rank sends when a fragment leaves.
 
     Attributes:
-        weight: how much its values count; 0: not at all.
+        weight: the weight of its values; 0: they do not count.
         step_s: seconds of its steps; 0: not known.
         not_finite: the piece with an infinity or a NaN; -1: none.
         digest: of the global parameters.
@@ -69,10 +69,10 @@ _RECORD_BYTES = struct.calcsize(Record._FORM)
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """What has come of a fragment; the same on all ranks.
+    """The result of a fragment's exchange; the same on all ranks.
 
     Attributes:
-        usable: the fragment's buffer has the mean; otherwise no rank had anything finite to bring.
+        usable: the fragment's buffer has the mean; otherwise no rank had finite values.
         of_parameters: the mean is of parameters, not of changes.
         weight: of a rank, on average.
         records: by rank.
@@ -94,22 +94,22 @@ class Flight:
 
     def __init__(self, name: str, unit: float, *, exact: bool, of_parameters: bool) -> None:
         self.name, self.unit, self.exact, self.of_parameters = name, unit, exact, of_parameters
-        self.told: Tensor | None = None  # uint8 [ranks * record]
-        self.told_s: float | None = None  # when all ranks' records had come
+        self.gathered: Tensor | None = None  # uint8 [ranks * record]
+        self.records_came_s: float | None = None  # when all ranks' records had come
         self.works: list[dist.Work] = []
         self.report: _C.FiniteReport | None = None
         self.sent: Tensor | None = None  # where it is not the buffer itself
         self.arrival: Arrival | None = None
 
     def stamp(self, _: Any = None) -> None:
-        self.told_s = time.monotonic()
+        self.records_came_s = time.monotonic()
 
     def records(self) -> tuple[Record, ...]:
         """All ranks', once they have come, which the stamp says."""
         if self.arrival is not None:
             return self.arrival.records
-        assert self.told is not None
-        data = as_bytes(self.told)
+        assert self.gathered is not None
+        data = as_bytes(self.gathered)
         return tuple(Record.decode(data[at : at + _RECORD_BYTES]) for at in range(0, len(data), _RECORD_BYTES))
 
 
@@ -119,7 +119,7 @@ class FragmentExchange:
     Args:
         fragment: whose buffer has the values when it leaves, and their mean when it has arrived.
         group: of the ranks, for nothing else; None for one rank alone.
-        codec: what encodes changes; None: nothing does.
+        codec: encodes changes; None: they are sent exactly.
     """
 
     def __init__(self, fragment: Fragment, group: dist.ProcessGroup | None, codec: NativeCodec | None) -> None:
@@ -163,11 +163,11 @@ class FragmentExchange:
         if mine.weight != unit:
             buffer.mul_(mine.weight / unit)
         record = as_tensor(mine.encode()).to(buffer.device)
-        flight.told = record.new_empty(self.ranks * _RECORD_BYTES)
+        flight.gathered = record.new_empty(self.ranks * _RECORD_BYTES)
         with named(name):
-            told = all_gather_single(flight.told, record, group=self.group, async_op=True)
-            told.get_future().add_done_callback(flight.stamp)
-            flight.works.append(told)
+            work = all_gather_single(flight.gathered, record, group=self.group, async_op=True)
+            work.get_future().add_done_callback(flight.stamp)
+            flight.works.append(work)
         with named(name, bulk=True):
             if self.codes and not exact:
                 flight.works.append(self._send_codes(flight))
@@ -178,7 +178,7 @@ class FragmentExchange:
         return flight
 
     def wait(self, flight: Flight) -> Arrival:
-        """Until the mean is in the buffer.
+        """Wait until the mean is in the buffer.
 
         Raises:
             PeerLostError, RingTimeoutError, MismatchError: as every operation. What is kept of earlier rounds stays.
@@ -257,10 +257,10 @@ class FragmentExchange:
                     peer=rank,
                 )
             if other.counts_samples != records[me].counts_samples:
-                told, silent = (rank, me) if other.counts_samples else (me, rank)
+                counting, silent = (rank, me) if other.counts_samples else (me, rank)
                 raise MismatchError(
-                    f"{name}: rank {told} has told did() its samples and rank {silent} has not, so they do not count"
-                    " alike: call did() on all ranks before each step, or on none",
+                    f"{name}: rank {counting} has called did() and rank {silent} has not: call did() on all ranks"
+                    " before each step, or on none",
                     rank=me,
                     peer=rank,
                 )

@@ -57,12 +57,12 @@ class Piece:
 
 
 class Fragment:
-    """Some parameters of a model, and the global parameters that all ranks have alike. One thread.
+    """Some parameters of a model, and their global values, which are equal on all ranks. One thread.
 
     Attributes:
         pieces: the parameters.
         total: flat, [numel]: the global parameters, in memory that stays.
-        buffer: flat, [numel]: what leaves, and what arrives.
+        buffer: flat, [numel]: the values that leave, later the mean that arrives.
     """
 
     def __init__(self, parameters: Sequence[ModelParameter], dtype: torch.dtype, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Fragment:
         self.read(self.total)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         first, last = self.pieces[0].name, self.pieces[-1].name
         return first if first == last else f"{first} … {last}"
 

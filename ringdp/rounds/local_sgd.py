@@ -75,7 +75,7 @@ class LocalSGD(DiLoCo):
                 start.average(self._momenta(pieces), self._members)
 
     def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Of these, in an order that all ranks have alike.
+        """The momenta of these, in the same order on all ranks.
 
         What some rank has not, since no step has made it yet there or it was not finite, stays as it is on all of them.
         """
@@ -87,8 +87,10 @@ class LocalSGD(DiLoCo):
                     if _is_momentum(kept[key], piece.parameter):
                         found[f"{number} {piece.name} {key}"] = kept[key]
         if self._members.size() > 1:
-            told = all_gather_where_different("\n".join(found).encode(), self._members, what="momenta")
-            common = set(found) if told is None else set.intersection(*(set(it.decode().split("\n")) for it in told))
+            gathered = all_gather_where_different("\n".join(found).encode(), self._members, what="momenta")
+            common = (
+                set(found) if gathered is None else set.intersection(*(set(it.decode().split("\n")) for it in gathered))
+            )
             found = {name: value for name, value in found.items() if name in common}
         return list(found.values())
 

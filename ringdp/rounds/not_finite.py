@@ -1,4 +1,4 @@
-"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this one goes on without them."""
+"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this rank replaces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger("ringdp.rounds")
 
 
 def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence[torch.optim.Optimizer]) -> None:
-    """What is not finite becomes the global parameters, as does all of `leaving`; optimizers forget such state."""
+    """Parameters that are not finite, and all of `leaving`, become the global ones; optimizers drop such state."""
     for fragment in fragments:
         for piece in fragment.pieces:
             mine = local_part(piece.parameter)
@@ -27,7 +27,7 @@ def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence
                 del optimizer.state[parameter]
 
 
-def tell(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
+def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
     """Warn of ranks that were left out; `rank` is this one."""
     for other, piece in arrival.left_out.items():
         whose = "this rank, which goes on from the global parameters," if other == rank else f"rank {other}"

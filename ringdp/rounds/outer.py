@@ -1,4 +1,4 @@
-"""The outer optimizer: what the mean of all ranks' changes does to the global parameters."""
+"""The outer optimizer: applies the mean of all ranks' changes to the global parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.fragments import parts
 
 Outer: TypeAlias = Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or what makes an optimizer of a list of parameters."""
+"""``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or a function that makes an optimizer of a list of parameters."""
 
 DEFAULT: Mapping[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _KEYS = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -121,8 +121,8 @@ def numbers_of(outer: Mapping[str, Any]) -> tuple[float, float, bool]:
     """lr, momentum, nesterov. Raises InvalidArgumentError."""
     if unknown := [key for key in outer if key not in _KEYS]:
         raise InvalidArgumentError(
-            f"outer has {unknown[0]!r}, which is not one of {', '.join(_KEYS)}: for other optimizers give what makes"
-            " one, for example functools.partial(torch.optim.AdamW, lr=0.01)"
+            f"outer has {unknown[0]!r}, which is not one of {', '.join(_KEYS)}: for other optimizers give a function"
+            " that makes one, for example functools.partial(torch.optim.AdamW, lr=0.01)"
         )
     chosen = _KEYS | dict(outer)
     lr, momentum, nesterov = chosen["lr"], chosen["momentum"], chosen["nesterov"]
@@ -144,7 +144,7 @@ def outer_steps(outer: Outer, totals: Sequence[Tensor]) -> list[OuterStep]:
 
 
 def describe(outer: Outer) -> str:
-    """In words that all ranks have alike. Raises InvalidArgumentError."""
+    """A description that is equal on all ranks. Raises InvalidArgumentError."""
     if isinstance(outer, Mapping):
         lr, momentum, nesterov = numbers_of(outer)
         return f"SGD(lr={lr:g}, momentum={momentum:g}, nesterov={nesterov})"

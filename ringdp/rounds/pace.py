@@ -1,4 +1,4 @@
-"""When turns come: by steps, or, where ranks are not equally fast, by a time that all ranks have agreed on."""
+"""The time of turns: by steps, or, where ranks are not equally fast, by a time that all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Pace:
             self._timed_steps += 1
         if isinstance(self.schedule, Schedule):
             return self.schedule.advance()
-        if (flight := self._opening) is not None and flight.told_s is not None:
-            self.schedule.begin_turn(flight.told_s, [one.step_s for one in flight.records()])
+        if (flight := self._opening) is not None and flight.records_came_s is not None:
+            self.schedule.begin_turn(flight.records_came_s, [one.step_s for one in flight.records()])
             self._opening = None
         turn = self.schedule.advance(self._agreed(self.schedule.due(began_s)))
         if turn.meets:
@@ -53,7 +53,7 @@ class Pace:
         return turn
 
     def ended(self) -> float:
-        """What the step brought is done; the time."""
+        """Called with the time when the actions of the step are done."""
         self._ended_s = time.monotonic()
         return self._ended_s
 
@@ -67,25 +67,25 @@ class Pace:
         return mean_s
 
     def load(self, state: dict[str, Any]) -> None:
-        """What the schedule's `state` has given."""
+        """Load a `state` of the schedule."""
         self.schedule.load(state)
         self._opening = self._ended_s = None
         self._stepping_s, self._timed_steps = 0.0, 0
 
     def _meet(self, schedule: TimedSchedule) -> None:
-        """All ranks tell how fast they are: the first turn begins."""
-        told = [mine := self.step_s()]
+        """Exchange the ranks' paces: the first turn begins."""
+        gathered = [mine := self.step_s()]
         if self._group is not None:
             with named(f"{self._who}: seconds of a step"):
                 lines = all_gather_bytes(struct.pack("<d", mine), self._group, room=8)
-            told = [struct.unpack("<d", one)[0] for one in lines]
-        schedule.begin_turn(time.monotonic(), told)
+            gathered = [struct.unpack("<d", one)[0] for one in lines]
+        schedule.begin_turn(time.monotonic(), gathered)
 
     def _agreed(self, due: bool) -> bool:
-        """What the first of the ranks says that are kept in step: their clocks may differ."""
+        """The answer of the first of the ranks that are kept in step: their clocks may differ."""
         if self._together is None or self._together.size() == 1:
             return due
-        told = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
+        gathered = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
         with named(f"{self._who}: is the turn over?"):
-            dist.broadcast(told, group=self._together, group_src=0)
-        return bool(told)
+            dist.broadcast(gathered, group=self._together, group_src=0)
+        return bool(gathered)

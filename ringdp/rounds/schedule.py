@@ -1,7 +1,7 @@
-"""Which fragment leaves at which step, and which one lands: pure functions of steps, or of steps and a clock.
+"""The steps at which fragments leave and land: pure functions of steps, or of steps and a clock.
 
 A round is `every` steps long. Fragment k of F leaves (k + 1) / F of the way through it, and lands `delay` steps later,
-at the latest when its next turn comes. Nothing here knows of tensors or of other ranks.
+at the latest when its next turn comes. This module has no tensors and no communication.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ MEASURED_STEPS = 3  # of an unequal job, before its first round
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a step brings; fragments by number, in the order in which it is to be done.
+    """The actions of a step, in their order; fragments by number.
 
     Attributes:
         lands: before others leave.
         leaves: with this rank's changes.
         lands_at_once: of those that have left, without delay.
         exact: parameters are averaged as they are: warm-up.
-        meets: all ranks tell each other how fast they are, before their first round.
+        meets: all ranks exchange their paces, before their first round.
         last: it ends the round: `finish`.
     """
 
@@ -152,8 +152,8 @@ class Schedule:
 class TimedSchedule:
     """Turns by time: the next fragment leaves when an F-th of the time of a round is over, after any number of steps.
 
-    A turn begins when all ranks' numbers of the one before have come, which is about the same moment everywhere, so
-    clocks need not agree. The time of a round is such that ranks make `every` steps in it on average.
+    A turn begins when all ranks' records of the one before have come, at about the same moment on all, so clocks need
+    not agree. The time of a round is such that ranks make `every` steps in it on average.
 
     Args:
         every: steps of a round, on average over the ranks.

@@ -89,11 +89,11 @@ class Settings:
 
     @property
     def compressor(self) -> str:
-        """In words."""
+        """A description."""
         return "None" if self.codec is None else describe(self.codec)
 
     def lines(self) -> list[str]:
-        """Arguments that all ranks must have alike, ``name: value``; a function can be compared when it is called."""
+        """Arguments that must be equal on all ranks, ``name: value``; functions are compared by their results."""
         return [
             f"every: {'a function' if callable(self.every) else self.every}",
             f"fragments: {self.fragments}",

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks have the same model and arguments, and the same parameters from then on?"""
+"""The start of rounds: compares the ranks' models and arguments, and gives all ranks the same parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ringdp.compression.parameters import ModelParameter, model_parameters
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, is_dtensor
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import refuse_where_elastic
@@ -72,8 +72,8 @@ def checked_parameters(
             for parameter in of_group["params"]:
                 if id(parameter) not in known:
                     raise InvalidArgumentError(
-                        f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that the"
-                        " model has not, so it would differ from rank to rank: put it into the module"
+                        f"{who}: {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that is"
+                        " not in the model: put it into the module"
                     )
     for one in trained:
         if is_dtensor(one.parameter):
@@ -109,24 +109,24 @@ def check_scaler(who: str, scaler: object) -> None:
 
 
 def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, group: dist.ProcessGroup) -> Checked:
-    """What `checked` gives, where all ranks have the same.
+    """The result of `checked`, where it is equal on all ranks.
 
     Raises:
-        InvalidArgumentError: this rank's cannot be used; the others learn why.
+        InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
 
     def lines(found: Checked) -> list[str]:
         settings, parameters, _ = found
-        told = [f"class: {who}", *settings.lines()]
+        gathered = [f"class: {who}", *settings.lines()]
         for one in parameters:
             part = local_part(one.parameter)
-            told.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
+            gathered.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
         trained = {id(one.parameter) for one in parameters}
         for other in _held(model, group):
             if id(other.tensor) not in trained:
-                told += other.lines()
-        return told
+                gathered += other.lines()
+        return gathered
 
     found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
     if difference is None:
@@ -192,7 +192,8 @@ def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """In place, of floating point. Sums are kept in float64: what all ranks have alike stays as it is, to the bit."""
+    """Average in place, of floating point. Sums are kept in float64: values equal on all ranks stay the same to the
+    bit."""
     mine = [local_part(one) for one in tensors]
     if not mine or group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""What rounds remember, saved and loaded: exact for each rank, or one for any number of ranks.
+"""The state of rounds, saved and loaded: exact for each rank, or one for any number of ranks.
 
 ``{"format", "algorithm", "world_size", "schedule", "compression", "outer_class", "units", "since", "counts_samples",
 "global": {name: [numel]}, "outer": {name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local",
@@ -20,7 +20,7 @@ from torch import Tensor
 from ringdp.compression import saved
 from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.alike import checked_alike
+from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named
 from ringdp.rounds import start
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
@@ -35,7 +35,7 @@ _WHERE = "the rounds' state"
 
 @dataclasses.dataclass
 class Rounds:
-    """What is saved of a `DiLoCo`, and what tells how: its fragments with their exchanges, in the same order.
+    """The parts of a `DiLoCo` that are saved: its fragments with their exchanges, in the same order.
 
     Attributes:
         outer: of each fragment the outer optimizer.
@@ -172,7 +172,7 @@ def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
     pieces = {piece.name: piece for fragment in rounds.fragments for piece in fragment.pieces}
     if different := sorted(set(pieces) ^ set(totals)):
         has = "has no" if different[0] in pieces else "has"
-        raise InvalidArgumentError(f"{_WHERE} {has} parameter {different[0]!r}, and the model is otherwise")
+        raise InvalidArgumentError(f"{_WHERE} {has} parameter {different[0]!r}, and the model's parameters differ")
     for name, piece in pieces.items():
         for what, value in (("global", totals[name]), ("local", own[name]["local"])):
             if not isinstance(value, Tensor) or value.shape != (piece.count,):
@@ -189,7 +189,7 @@ def _agreed(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
     """As `_checked`, where all ranks' states fit and are of one step.
 
     Raises:
-        InvalidArgumentError: this rank's does not fit; the others learn why.
+        InvalidArgumentError: this rank's does not fit; the others raise MismatchError with its text.
         MismatchError: another rank's does not fit, or ranks load different steps.
     """
     who, members = rounds.settings.who, rounds.members
@@ -222,7 +222,7 @@ def _part(fragment: Fragment, piece: Piece, value: Any) -> Any:
 
 
 def _joined(fragment: Fragment, by_name: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `_part` has taken apart."""
+    """The whole tensor of the parts that `_part` has made."""
     first = by_name[fragment.pieces[0].name]
     joined: dict[str, Any] = {}
     for key, value in first.items():
@@ -274,14 +274,14 @@ def _since(rounds: Rounds, consolidated: bool) -> list[list[float]]:
 def _mean_residuals(
     fragment: Fragment, exchange: FragmentExchange, residuals: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """What the mean lacks: each rank's part of it by `saved.share_of_residual`, added up."""
+    """The residual of the mean: each rank's part by `saved.share_of_residual`, added up."""
     means: dict[str, Tensor | None] = dict(residuals)
     if exchange.group is None:
         return means
     for piece in fragment.pieces:
-        owed = residuals[piece.name]
-        if owed is not None:
-            share = saved.share_of_residual(owed, _owned(exchange, piece), exchange.ranks)
+        residual = residuals[piece.name]
+        if residual is not None:
+            share = saved.share_of_residual(residual, _owned(exchange, piece), exchange.ranks)
             with named("rounds: mean of what codes owe"):
                 dist.all_reduce(share, group=exchange.group)
             means[piece.name] = share

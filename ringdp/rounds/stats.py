@@ -1,4 +1,4 @@
-"""What rounds cost, and how far ranks have drifted apart."""
+"""The costs of rounds, and the drift of the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RoundStats:
         steps: of the inner optimizer, also those that a loss scaler skipped.
         rounds: that have ended.
         bytes_sent: by this rank for values, 2 (n - 1) / n of them or of their code each time, without frame headers.
-        bytes_of_exact_steps: what averaging all gradients in every step would have sent.
+        bytes_of_exact_steps: bytes that averaging all gradients in every step would have sent.
         waited_s: seconds that steps waited for values from other ranks (exposed communication).
         busy_s: seconds that steps spent here otherwise: changes, outer steps, copies.
         drift: by fragment, the norm of this rank's changes over that of the global parameters, when it last left.

@@ -24,9 +24,9 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     settings = config.RingConfig.from_environment()
     mine = f"site {settings.site}" if settings.site else f"host {config.host_identity(settings.host_id)}"
     with named("ringdp.levels"):
-        told = [one.decode() for one in all_gather_bytes(mine.encode(), world)]
+        gathered = [one.decode() for one in all_gather_bytes(mine.encode(), world)]
     members: dict[str, list[int]] = {}
-    for rank, place in enumerate(told):
+    for rank, place in enumerate(gathered):
         members.setdefault(place, []).append(rank)
     sizes = {place: len(ranks) for place, ranks in members.items()}
     if len(set(sizes.values())) > 1:

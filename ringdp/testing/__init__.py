@@ -1,6 +1,6 @@
-"""What users need to test their own compressors and scripts: one process that plays all ranks, or real processes.
+"""Tools for users' tests of their own compressors and scripts: all ranks simulated in one process, or real processes.
 
-`check_compressor` says in words what a compressor does not keep, `simulate` runs the exchange of n ranks with the
+`check_compressor` lists the promises that a compressor breaks, `simulate` runs the exchange of n ranks with the
 bits of the real one, `run_ranks` calls a function on n processes with a process group of ``ring``.
 """
 

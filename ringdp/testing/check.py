@@ -1,4 +1,4 @@
-"""Whether a compressor keeps its promises, in words."""
+"""The check of a compressor's promises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAME = "checked"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check_compressor` found; as text it is a list of sentences.
+    """The result of `check_compressor`; as text it is a list of sentences.
 
     Attributes:
         passed: the promises that hold.
@@ -45,7 +45,7 @@ class Report:
 
 
 def check_compressor(compressor: compression.Compression, *, device: torch.device | str = "cpu") -> Report:
-    """Try a compressor on what gradients can hold, alone and on 1 to 8 simulated ranks.
+    """Try a compressor on values that gradients can have, alone and on 1 to 8 simulated ranks.
 
     Args:
         compressor: a registered name or an object.
@@ -53,7 +53,7 @@ def check_compressor(compressor: compression.Compression, *, device: torch.devic
 
     Raises:
         InvalidArgumentError: it is not a compressor.
-        AssertionError: it breaks a promise; the text says each that it breaks, and how.
+        AssertionError: it breaks a promise; the text has a line for each broken one.
     """
     chosen = compression.get(compressor)
     if chosen is None:
@@ -78,7 +78,7 @@ def check_compressor(compressor: compression.Compression, *, device: torch.devic
 
 
 def _check_functions(chosen: compression.CCompressor) -> None:
-    """Before anything else: what writes astray between fences would do so in the memory of this process."""
+    """Run first, between fences: a write out of bounds would hit the memory of this process."""
     broken = chosen.broken_promises()
     if broken:
         raise AssertionError("\n".join([f"{describe(chosen)} breaks {len(broken)} promise(s) of its header:", *broken]))
@@ -105,7 +105,7 @@ class _Bench:
         if hasattr(self.feedback, "owed") and sums:
             yield "the payloads and the residuals add up to the gradients (error feedback)", self.telescoping
 
-    # What the checks are made of.
+    # The parts of the checks.
 
     def section(self, count: int) -> Section:
         return Section(_NAME, (count,), 0, count, self.compressor, 1, self.device)
@@ -185,9 +185,9 @@ class _Bench:
         x = self.gaussian(1000) * 1e-30
         x[::7] = 1e30
         decoded, _ = self.there_and_back(x)
-        # float16 cannot hold 1e30, and an infinity tells so where infinities are carried.
-        told = (decoded == torch.inf) & (x == 1e30) & bool(getattr(self.compressor, "carries_nan", False))
-        wrong = int((decoded.isfinite() | told).logical_not().sum())
+        # float16 cannot hold 1e30: an infinity is right where infinities are carried.
+        gathered = (decoded == torch.inf) & (x == 1e30) & bool(getattr(self.compressor, "carries_nan", False))
+        wrong = int((decoded.isfinite() | gathered).logical_not().sum())
         assert wrong == 0, f"{wrong} of 1000 elements decode to infinities or NaN"
 
     def overflow(self) -> None:
@@ -238,7 +238,7 @@ class _Bench:
             assert off < 1e-4, f"after 6 steps on {ranks} ranks they differ by {off:.1e} of the largest sum"
 
     def owed(self, done: Simulation, ranks: int) -> Tensor:
-        """What the mean still lacks, by all ranks."""
+        """The residual of the mean, from all ranks."""
         section = BucketSlice(_NAME, (3000,), 0, 3000, self.compressor).section(ranks, self.device)
         assert section is not None
         total = torch.zeros(3000, dtype=torch.float64, device=self.device)

@@ -1,4 +1,4 @@
-"""A function on several real processes with a process group, as `ringdp.launch` has it, with what tests want."""
+"""A function on several real processes with a process group, as `ringdp.launch`, with a time limit for tests."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ from ringdp.errors import InvalidArgumentError, RingError
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What came out.
+    """The result of `simulate`.
 
     Attributes:
         means: by step, the gradient that every rank has, in the shape of the inputs.
-        states: by rank, what error feedback and compressor remember; for a next `simulate`.
+        states: by rank, of error feedback and compressor; for a next `simulate`.
         steps: how many steps there were, with those before.
     """
 
@@ -60,14 +60,14 @@ def simulate(
         compressor: a name or an object; None is exact.
         gradients: of one step, a tensor for each rank; or a sequence of such steps. Float32, any shape.
         n: how many ranks; None counts them.
-        name: the parameter's, which decides who owns what.
+        name: the parameter's, which decides the owners of its elements.
         scale: the loss scale that the gradients carry.
         after: go on where this one ended.
 
     Raises:
         InvalidArgumentError: the gradients are not those of n ranks, or differ in shape.
         AssertionError: the ranks ended with different bits.
-        Exception: what the compressor raises.
+        Exception: the compressor's.
     """
     tensors = [it for it in gradients if isinstance(it, Tensor)]
     steps = [tensors] if tensors else [list(step) for step in gradients]
@@ -120,7 +120,7 @@ def together(exchanges: Sequence[Exchange]) -> None:
 
 
 def answers(requests: Sequence[Request]) -> list[Any]:
-    """What a process group would answer to the ranks' requests, all of one kind."""
+    """The answers of a process group to the ranks' requests, all of one kind."""
     first = requests[0]
     if isinstance(first, AllGather):
         rows = torch.stack([it.send for it in requests if isinstance(it, AllGather)])

@@ -1,4 +1,4 @@
-"""Which algorithm runs for which size, and what it should take: the table and the cost model in words."""
+"""The table of algorithms by size, and their times by the cost model, as text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Range:
 
 
 def algorithm(place: HostLayout, dtype: str, size_bytes: int, tuning: Tuning) -> str:
-    """What an all-reduce of that size uses there. Raises InvalidArgumentError for a type that does not exist."""
+    """The algorithm of an all-reduce of that size there. Raises InvalidArgumentError for a type that does not exist."""
     return str(_C.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=dict(tuning.limits), hosts=place.hosts))
 
 

@@ -1,4 +1,4 @@
-"""Where a tool's ranks run: those of ``-n`` on this host, or of ``-H`` over ssh, started by ringrun itself."""
+"""Starts a tool's ranks: those of ``-n`` on this host, or of ``-H`` over ssh, by ringrun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def add_options(parser: argparse._ActionsContainer) -> None:
         "-H", dest="host_list", metavar="HOST:N,…", help="start N ranks on each of these hosts, over ssh"
     )
     parser.add_argument("--hostfile", metavar="FILE", help="the same from a file, as ringrun reads it")
-    parser.add_argument("--ssh", metavar="COMMAND", help="with -H: what connects with a host instead of ssh")
+    parser.add_argument(
+        "--ssh", metavar="COMMAND", help="with -H: the command that connects with a host instead of ssh"
+    )
     what = "with -H: a variable for the ranks of all hosts"
     parser.add_argument("-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]", help=what)
 
@@ -25,7 +27,7 @@ def wanted(args: argparse.Namespace) -> bool:
 
 
 def problem(args: argparse.Namespace) -> str | None:
-    """What is wrong with these flags; None when nothing is."""
+    """The problem with these flags; None without one."""
     if args.ranks is not None and args.ranks < 1:
         return f"-n must be 1 or more, not {args.ranks}"
     if args.host_list is not None and args.hostfile is not None:
@@ -38,7 +40,7 @@ def problem(args: argparse.Namespace) -> str | None:
 def launch(command: str, argv: Sequence[str]) -> int:
     """Run ``python -m ringdp COMMAND`` on the ranks that `argv` asks for, with the rest of `argv`; the exit code.
 
-    No logs are kept: rank 0 prints everything that there is to say.
+    No logs are kept: rank 0 prints all results.
     """
     from ringdp.launcher import supervisor
 

@@ -61,7 +61,7 @@ def _read_profile(file: Path) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for; the exit code. Errors are printed as one sentence."""
+    """Run the command; the exit code. Errors are printed as one sentence."""
     try:
         trace = merge(_read(args.files))
         profiles = [(file.name, _read_profile(file)) for file in args.profile]

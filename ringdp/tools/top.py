@@ -1,4 +1,4 @@
-"""``python -m ringdp top DIR``: what the ranks of a job do now, from their metrics folder."""
+"""``python -m ringdp top DIR``: a live table of a job's ranks, from their metrics folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parsers(commands: Any) -> None:
     """Add the command to the parsers of ``python -m ringdp``."""
     parser = commands.add_parser(
         "top",
-        help="a live table of a job's ranks: who is slow, who waits for whom",
+        help="a live table of a job's ranks: which are slow, which wait for which",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

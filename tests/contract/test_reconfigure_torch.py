@@ -320,7 +320,7 @@ def trains_compressed(path: str) -> None:
         me.together("another step")
         if me.rank < 2:
             me.reconfigure(3, handles[:2])
-            with pytest.raises(InvalidStateError, match=r"from 3 to 2 ranks.*make a new RingDP"):
+            with pytest.raises(InvalidStateError, match="from 3 to 2 ranks"):
                 model(torch.ones(1, 64))
 
 

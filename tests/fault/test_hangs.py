@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ringdp.tools.hang import commands
-from ringdp.tools.hang.dumps import Job, read_job
+from ringdp import __main__ as commands
+from ringdp.tools.hang import dump
+from ringdp.tools.hang.dump_files import Job, read_job
 from ringdp.tools.hang.verdict import Verdict, judge
 from tests import forked
 from tests.fault import launch_jobs
@@ -245,7 +246,7 @@ def test_a_forked_child_writes_nothing(start: Start) -> None:
     child = int((ranks.folder / "ready_0").read_text())
     os.kill(child, signal.SIGUSR1)
     os.kill(child, signal.SIGRTMAX - 6)
-    assert "writes no dumps" in str(commands.ask(child))
+    assert "writes no dumps" in str(dump.ask(child))
     ranks.processes[1].send_signal(signal.SIGUSR1)
     wait_until(lambda: bool(list(ranks.dumps.glob("dump_rank1_*.json"))), "rank 1's dump")
     assert not list(ranks.dumps.glob("dump_rank0_*"))
@@ -277,7 +278,7 @@ def test_a_folder_that_cannot_be_written_gives_one_line(start: Start) -> None:
 def test_without_a_folder_nothing_is_written_and_the_signal_is_the_systems(start: Start) -> None:
     ranks = start("waits", RINGDP_DUMP_DIR="")
     ranks.ready()
-    assert "writes no dumps" in str(commands.ask(ranks.processes[0].pid))
+    assert "writes no dumps" in str(dump.ask(ranks.processes[0].pid))
     ranks.processes[0].send_signal(signal.SIGUSR1)
     assert ranks.processes[0].wait(30) == -signal.SIGUSR1
 

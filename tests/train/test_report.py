@@ -257,7 +257,7 @@ def end_a_timeline_alone(folder: str) -> list[str]:
             steps(model, optimizer, 1)  # where rank 0 gathers
     dist.destroy_process_group()
     late.stop()
-    with pytest.raises(InvalidStateError, match="call that first"):
+    with pytest.raises(InvalidStateError):
         late.start()
     return lines
 

@@ -210,7 +210,7 @@ def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     wrong: Any = 3
     with pytest.raises(InvalidArgumentError, match="load needs the path of a shared library, not 3"):
         load(wrong)
-    with pytest.raises(InvalidArgumentError, match="error_feedback must be True"):
+    with pytest.raises(InvalidArgumentError):
         load(text, error_feedback=wrong)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ringdp.data import BalancedSampler, agreement, sampler
 from ringdp.data.order import GlobalBatches
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.job import alike
+from ringdp.job import agreement as job_agreement
 
 Times = Callable[[int, int, float], float]  # rank, step and samples to seconds
 
@@ -78,9 +78,9 @@ def one_process() -> Iterator[None]:
         patch.setattr(Gather, "given", {})
         patch.setattr(agreement, "BackgroundGather", Gather)
         patch.setattr(agreement, "group_for_background", lambda group, purpose: group)
-        patch.setattr(alike, "all_gather_where_different", lambda *_, **__: None)
-        patch.setattr(alike, "named", lambda name: contextlib.nullcontext())
-        patch.setattr(alike, "report_refusal", lambda *_: None)
+        patch.setattr(job_agreement, "all_gather_where_different", lambda *_, **__: None)
+        patch.setattr(job_agreement, "named", lambda name: contextlib.nullcontext())
+        patch.setattr(job_agreement, "report_refusal", lambda *_: None)
         patch.setattr(sampler, "_group", lambda group: group)
         patch.setattr(sampler, "monotonic_ns", lambda: Model.clock_ns)
         yield
@@ -437,7 +437,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ((Stream(), 10), {}, "an IterableDataset has none"),
+        ((Stream(), 10), {}, "an IterableDataset does not have"),
         ((object(), 10), {}, "a dataset with a length"),
         ((100, 0), {}, "global_batch must be a whole number from 1 on, not 0"),
         ((100, 10.0), {}, "global_batch must be a whole number"),

@@ -65,7 +65,7 @@ def test_manual_finalization_is_refused_in_words() -> None:
     assert not model.should_finalize_after_backward
     model.__class__.require_manual_backward_finalization.fset(model, False)  # type: ignore[attr-defined]
     for refused in (lambda: setattr(model, "require_manual_backward_finalization", True), model.finalize_backward):
-        with pytest.raises(InvalidStateError, match="RingDP finishes every backward itself"):
+        with pytest.raises(InvalidStateError, match="use DistributedDataParallel on the backend ring"):
             refused()
 
 

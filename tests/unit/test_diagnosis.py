@@ -13,11 +13,11 @@ import torch
 
 from ringdp.__main__ import main
 from ringdp.diagnosis.clocks import Clocks
-from ringdp.diagnosis.facts import Facts
+from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.remedies import Sent, predicted_s, remedy_for_communication
 from ringdp.diagnosis.split import split
 from ringdp.diagnosis.verdict import Verdict, judge
-from ringdp.diagnosis.window import FIELDS, Told, Window
+from ringdp.diagnosis.window import FIELDS, Stamps, Window
 
 STEPS = 20
 MS = 1e-3
@@ -43,17 +43,17 @@ def window(
         rows[:, step, FIELDS.index("exposed")] = computing.max() - computing + communication
         rows[:, step, FIELDS.index("on_its_way")] = communication + 10 * MS
     period = float(rows[:, :, :6].sum() / ranks)
-    told: list[dict[str, Any]] = [
+    stamps: list[dict[str, Any]] = [
         {"period_s": period, "cpu_s": 0.9 * period, "host": f"h{rank}"} for rank in range(ranks)
     ]
-    for one, more in zip(told, facts or [{}] * ranks, strict=True):
+    for one, more in zip(stamps, facts or [{}] * ranks, strict=True):
         one.update(
             {
                 name: value * period if name.endswith("_s") and "link" not in name else value
                 for name, value in more.items()
             }
         )
-    return Window(40, rows, tuple(Facts(**one) for one in told), (Told(0, 0, 0),) * ranks)
+    return Window(40, rows, tuple(Facts(**one) for one in stamps), (Stamps(0, 0, 0),) * ranks)
 
 
 def usual(**slower: float) -> dict[str, float]:
@@ -268,11 +268,11 @@ def test_clocks_are_found_within_the_error_that_is_told(apart_s: float) -> None:
         begin = 100.0 + exchange
         issued = [begin + chance.uniform(0, 2 * MS) for _ in clock]
         ended = [max(issued) + chance.uniform(50e-6, 300e-6) for _ in clock]
-        told = [
-            Told(*(int(1e9 * (time + apart)) for time in (start, end, end)))
+        stamps = [
+            Stamps(*(int(1e9 * (time + apart)) for time in (start, end, end)))
             for start, end, apart in zip(issued, ended, clock, strict=True)
         ]
-        clocks.hear(told, facts)
+        clocks.receive(stamps, facts)
     offset = clocks.offsets()[1]
     assert offset.seconds is not None
     assert abs(offset.seconds - apart_s) <= offset.error_s
@@ -282,7 +282,9 @@ def test_clocks_are_found_within_the_error_that_is_told(apart_s: float) -> None:
 def test_ranks_of_one_kernel_share_a_clock_and_before_an_exchange_nothing_is_known() -> None:
     clocks = Clocks()
     assert clocks.offsets() == []
-    clocks.hear([Told(0, 0, 5), Told(0, 0, 6), Told(0, 0, 7)], [Facts(kernel=3), Facts(kernel=3), Facts(kernel=4)])
+    clocks.receive(
+        [Stamps(0, 0, 5), Stamps(0, 0, 6), Stamps(0, 0, 7)], [Facts(kernel=3), Facts(kernel=3), Facts(kernel=4)]
+    )
     assert [one.error_s for one in clocks.offsets()] == [0.0, 0.0, float("inf")]
     assert clocks.offsets()[2].seconds is None
 
@@ -297,7 +299,7 @@ def test_facts_come_back_as_they_were_sent() -> None:
 def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ringdp.diagnosis import facts
+    from ringdp.diagnosis import rank_facts
 
     process, groups = tmp_path / "proc", tmp_path / "cgroup"
     own = groups / ("cpu" if version == 1 else "") / "kubepods/pod7"
@@ -319,15 +321,15 @@ def test_the_quota_of_its_cgroup_and_of_those_around_it_is_read_in_both_versions
 
     throttle(own, 1.0, -1e-5)
     throttle(own.parent, 2.0, 0.5)
-    monkeypatch.setattr(facts, "_PROC", process)
-    monkeypatch.setattr(facts, "_CGROUPS", groups)
-    counters = facts.FactCounters()
+    monkeypatch.setattr(rank_facts, "_PROC", process)
+    monkeypatch.setattr(rank_facts, "_CGROUPS", groups)
+    counters = rank_facts.FactCounters()
     time.sleep(0.01)
     throttle(own, 1.5, -1e-5)
     throttle(own.parent, 2.5, 0.5)
-    told = counters.since_last({})
-    assert told.quota_cores == 0.5
-    assert told.throttled_s == told.period_s  # more than one thread of the group was stopped
+    stamps = counters.since_last({})
+    assert stamps.quota_cores == 0.5
+    assert stamps.throttled_s == stamps.period_s  # more than one thread of the group was stopped
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ringdp.tools.doctor.finding import Finding, Verdict, merged
 from ringdp.tools.doctor.host import Thresholds
 from ringdp.tools.doctor.ranks import comparison, edges
 from ringdp.tools.doctor.ranks.edges import Edge, Matrix
-from ringdp.tools.doctor.ranks.meeting import words
+from ringdp.tools.doctor.ranks.meeting import describe_ranks
 from ringdp.tools.doctor.ranks.probe import Client, ProbeServer, split
 from tests.helpers import need
 
@@ -130,9 +130,9 @@ def test_who_differs_is_named() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert words([3]) == "rank 3"
-    assert words([1, 2]) == "ranks 1 and 2"
-    assert words(list(range(40))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (40 of them)"
+    assert describe_ranks([3]) == "rank 3"
+    assert describe_ranks([1, 2]) == "ranks 1 and 2"
+    assert describe_ranks(list(range(40))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (40 of them)"
 
 
 def test_findings_of_hosts_are_merged_and_told_apart() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ringdp.tools.hang import commands
-from ringdp.tools.hang.dumps import read_job
+from ringdp import __main__ as commands
+from ringdp.tools.hang.dump_files import read_job
 from ringdp.tools.hang.verdict import Verdict, judge
 
 SLEEP = """Main thread (most recent call first):

@@ -145,7 +145,7 @@ def test_destroying_torchs_group_counts_as_leaving() -> None:
     ringdp.init("gloo")
     dist.destroy_process_group()
     assert not ringdp.is_initialized()
-    with pytest.raises(InvalidStateError, match=r"ringdp.local_rank\(\) is known after ringdp.init\(\)"):
+    with pytest.raises(InvalidStateError, match=r"ringdp.local_rank\(\) needs ringdp.init\(\)"):
         ringdp.local_rank()
     ringdp.init("gloo")
     dist.destroy_process_group()
@@ -156,7 +156,7 @@ def test_destroying_torchs_group_counts_as_leaving() -> None:
 
 @pytest.mark.parametrize("name", ["rank", "world_size", "local_rank", "device"])
 def test_who_and_where_need_init(name: str) -> None:
-    with pytest.raises(InvalidStateError, match=rf"ringdp.{name}\(\) is known after"):
+    with pytest.raises(InvalidStateError, match=rf"ringdp.{name}\(\) needs ringdp.init"):
         getattr(ringdp, name)()
 
 
@@ -170,7 +170,7 @@ def test_who_and_where_need_init(name: str) -> None:
         ({"world_size": 2}, "rank is missing"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"rank": -1, "world_size": 2}, "rank -1 of 2"),
-        ({"rank": 0, "world_size": 2}, "does not know where to meet"),
+        ({"rank": 0, "world_size": 2}, "has no address of the job's store"),
         ({"rank": 0, "world_size": 2, "init_method": "pigeon://here"}, "init_method=pigeon://here cannot be used"),
         ({"rank": 0, "world_size": 2, "init_method": "tcp://here"}, "init_method=tcp://here cannot be used"),
         ({"init_method": "tcp://127.0.0.1:1"}, "needs rank and world_size"),
@@ -364,7 +364,7 @@ def test_ranks_that_chose_differently_are_named() -> None:
 
 def test_a_hello_in_other_words_is_a_mismatch() -> None:
     for text in ("\xff", "[]", '{"host_id": 1}'):
-        with pytest.raises(MismatchError, match="rank 7 sent an introduction that this version cannot parse"):
+        with pytest.raises(MismatchError, match="rank 7 sent a record that this version cannot parse"):
             process_group._Hello.decode(text, rank=7)
 
 

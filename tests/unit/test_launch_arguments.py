@@ -53,13 +53,16 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--console", "all", "--tee", "3", "s.py"], "--console does not go with"),
+        (["--console", "all", "--tee", "3", "s.py"], "--console cannot be combined with"),
         (["--tee", "7", "s.py"], "7 does not match"),
         (["--secret-file", "/nonexistent/secret", "s.py"], "--secret-file /nonexistent/secret"),
         (["--nnodes", "1:2:3", "s.py"], "nnodes=1:2:3"),
-        (["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"], "--elastic takes no new hosts into a job"),
-        (["--elastic", "-H", "a:1,b:1", "--max-restarts", "1", "s.py"], "--elastic on several hosts starts nothing"),
-        (["--elastic", "--run-path", "s.py"], "--elastic starts each rank as a program"),
+        (["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"], "--elastic cannot add hosts to a job"),
+        (
+            ["--elastic", "-H", "a:1,b:1", "--max-restarts", "1", "s.py"],
+            "--elastic on several hosts cannot restart ranks",
+        ),
+        (["--elastic", "--run-path", "s.py"], "--elastic cannot be combined with --run-path"),
         (["--nnodes", "0", "s.py"], "--nnodes must be a number from 1 on, or MIN:MAX, got 0"),
         (["--nnodes", "2:1", "s.py"], "got 2:1"),
         (["--nnodes", "two", "s.py"], "got two"),
@@ -80,7 +83,7 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--ssh", "", "-H", "a:1", "s.py"], "--ssh is empty"),
         (["-x", "=3", "-H", "a:1", "s.py"], "-x is empty"),
         (["--master-port", "70000", "s.py"], "--master-port must be a port up to 65535, got 70000"),
-        (["--tensorboard", "s.py"], "--tensorboard goes with --metrics-dir"),
+        (["--tensorboard", "s.py"], "--tensorboard needs --metrics-dir"),
     ],
 )
 def test_what_cannot_be_used_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

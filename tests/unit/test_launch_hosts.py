@@ -165,7 +165,7 @@ def test_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("output", "code", "said"),
     [
         ("python: No module named ringdp.launch", 1, "is ringdp installed there"),
         ("me@n2: Permission denied (publickey).", 255, "without a password; once by hand: ssh-copy-id n2"),
@@ -173,5 +173,5 @@ def test_variables() -> None:
         ("ssh: connect to host n2 port 22: Connection refused", 255, "cannot be reached: ssh: connect"),
     ],
 )
-def test_advice(words: str, code: int, said: str) -> None:
-    assert said in advice.of_connection("n2", words, code)
+def test_advice(output: str, code: int, said: str) -> None:
+    assert said in advice.of_connection("n2", output, code)

@@ -96,7 +96,7 @@ def test_the_last_ranks_are_left_alone_where_there_are_no_others(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--evict-after", "5"], "--evict-after goes with --elastic"),
+        (["--evict-after", "5"], "--evict-after needs --elastic"),
         (["--elastic", "--evict-after", "0"], "a number of seconds above 0, got 0"),
         (["--elastic", "--evict-after", "nan"], "a number of seconds above 0, got nan"),
     ],

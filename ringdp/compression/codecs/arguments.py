@@ -1,4 +1,4 @@
-"""Which arguments the compressors of this package refuse: in words with class, argument, what may be, what is."""
+"""Checks of the compressors' arguments: the error names class, argument, the allowed values, and the given one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """uint8 ``[count]`` of what `pack` gave."""
+    """uint8 ``[count]`` of a result of `pack`."""
     each = 8 // bits
     if each == 1:
         return packed[:count]

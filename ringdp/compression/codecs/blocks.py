@@ -1,7 +1,7 @@
 """Block codes in torch operations: the bits of csrc/codec on any device, and with other block sizes.
 
-A block of elements shares a scale; code = element · (1 / scale) to nearest, ties to even. What is not finite marks its
-block with a NaN scale. A block whose absmax is below 2^-100 is scaled up by a power of two first, so that the
+A block of elements shares a scale; code = element · (1 / scale) to nearest, ties to even. An element that is not finite
+gives its block a NaN scale. A block whose absmax is below 2^-100 is scaled up by a power of two first, so that the
 reciprocal is finite. Divisors are tensors: where one is a Python number, a GPU multiplies by its rounded reciprocal.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PIECE = 1 << 17  # elements: what operations on so many need fits the cache, and calling them costs little beside it
+PIECE = 1 << 17  # elements: operations on so many stay in the cache, and their calls cost little beside it
 TINY = 2.0**-100
 TINY_FACTOR = 2.0**60
 
@@ -21,7 +21,7 @@ TINY_FACTOR = 2.0**60
 def pieces(numel: int, block: int, device: torch.device) -> Iterator[slice]:
     """Whole blocks of some `PIECE` elements, to be coded one after the other; begins are multiples of 8. On a GPU: all.
 
-    A temporary tensor of many megabytes is fresh memory, which costs more than what is done there.
+    A temporary tensor of many megabytes is fresh memory, which costs more than the operations on it.
     """
     least = block * 8 // math.gcd(block, 8)
     step = max(numel, 1) if device.type != "cpu" else max(PIECE // least, 1) * least
@@ -64,7 +64,7 @@ def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, lowest: int, high
 
     Args:
         largest: each block's absmax, ``[blocks]``.
-        inverse: what each element, times 2^60 in tiny blocks, is multiplied with, ``[blocks]``.
+        inverse: the factor of each element, which is times 2^60 in tiny blocks, ``[blocks]``.
     """
     if on_gpu(blocks) or bool((largest < TINY).any()):
         blocks = blocks * before(largest).unsqueeze(1)
@@ -76,12 +76,12 @@ def quantise(blocks: Tensor, largest: Tensor, inverse: Tensor, lowest: int, high
 
 
 def before(largest: Tensor) -> Tensor:
-    """What a block is multiplied with before its scale's reciprocal: 1, but for tiny blocks."""
+    """The factor of a block before its scale's reciprocal: 1, but for tiny blocks."""
     return torch.where(largest < TINY, TINY_FACTOR, 1.0)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Where asking for a value would wait for the device, and an operation more costs less than that."""
+    """Whether to read a value from `x` would wait for the device, which costs more than one more operation."""
     return tensor.device.type != "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Compressors in C: from a shared library that keeps to include/ringdp/compressor.h."""
+"""Compressors in C: from a shared library that implements include/ringdp/compressor.h."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CCompressor:
     Attributes:
         codec: the name that the library gives itself.
         sha256: of the library's file. All ranks must have the same one.
-        abi_version: of the interface that it keeps to.
-        block: elements whose codes belong together.
+        abi_version: of the interface that it implements.
+        block: elements that are coded together.
         path: of the file, on this rank.
         error_feedback: as every compressor has it.
     """
@@ -68,7 +68,7 @@ class CCompressor:
         return _C.codec_bytes(self.codec, numel)
 
     def broken_promises(self) -> list[str]:
-        """What its functions do against the header, a sentence each; `ringdp.testing.check_compressor` asks."""
+        """The rules of the header that its functions break, a sentence each; for `ringdp.testing.check_compressor`."""
         from ringdp import _C
 
         return _C.codec_broken_promises(self.codec)
@@ -93,11 +93,11 @@ def load(path: str | os.PathLike[str], *, error_feedback: Feedback | bool | None
 
     Args:
         path: of the file.
-        error_feedback: True, or an object with the methods of `ErrorFeedback`: add what was lost to the next gradient.
+        error_feedback: True, or an object with the methods of `ErrorFeedback`: add the error to the next gradient.
 
     Raises:
-        InvalidArgumentError: there is no such file, it is no library, has no ``ringdp_compressor_v1``, keeps to another
-            version of the interface, lacks a function, promises sizes that cannot be, or brings another codec's name.
+        InvalidArgumentError: there is no such file, it is not a library, has no ``ringdp_compressor_v1`` or another
+            version of the interface, lacks a function, promises impossible sizes, or has another codec's name.
     """
     feedback_of(error_feedback)
     try:
@@ -115,7 +115,7 @@ def include_dir() -> str:
 
 
 def _again(path: str, codec: str, sha256: str, error_feedback: Feedback | bool | None) -> CCompressor:
-    """What was pickled, or copied. Raises InvalidArgumentError where the file is another one by now."""
+    """The compressor of a pickle or copy. Raises InvalidArgumentError where the file has changed since."""
     made = _loaded(sha256, error_feedback) or load(path, error_feedback=error_feedback)
     if (made.codec, made.sha256) != (codec, sha256):
         raise InvalidArgumentError(
@@ -126,7 +126,7 @@ def _again(path: str, codec: str, sha256: str, error_feedback: Feedback | bool |
 
 
 def _loaded(sha256: str, error_feedback: Feedback | bool | None) -> CCompressor | None:
-    """The one that was loaded before, whose file may be gone."""
+    """The library that was loaded before, whose file may be gone."""
     from ringdp import _C
 
     known = _C.find_codec(sha256)

@@ -17,7 +17,7 @@ from ringdp.compression.registry import register
 class Float16(CoreCodec):
     """A cast to float16, summed in float32: NMSE of 1e-7 while gradients lie in its range, 6e-8 to 65504.
 
-    What is larger becomes infinite, so that loss scaling notices. A NaN keeps its sign and upper bits and becomes
+    Larger elements become infinite, so that loss scaling sees them. A NaN keeps its sign and upper bits and becomes
     quiet, as the hardware's instruction does it.
     """
 

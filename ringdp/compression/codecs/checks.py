@@ -1,4 +1,4 @@
-"""Which payloads the compressors of this package refuse, in words."""
+"""Checks of payloads for the compressors of this package."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def check_payload(what: str, payload: Payload) -> Tensor:
 
 
 def native_name(codec: str, error_feedback: Any) -> str | None:
-    """`codec` where the core does what is asked: no error feedback, or the standard one."""
+    """`codec` where the core serves: no error feedback, or the standard one."""
     feedback = feedback_of(error_feedback)
     return codec if feedback is None or type(feedback) is ErrorFeedback else None

@@ -1,4 +1,4 @@
-"""A compressor whose code the core knows too: by the core where that can be, elsewhere by torch operations."""
+"""A compressor whose code the core has too: computed by the core where it can be, elsewhere by torch operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CoreCodec(ABC):
     Attributes:
         codec: the core's name for it.
         error_feedback: as every compressor has it.
-        rotate: encode what `rotation` makes of the elements, and turn back what was decoded. In Python.
+        rotate: encode the elements rotated by `rotation`, and rotate back after decoding. In Python.
     """
 
     codec: ClassVar[str]
@@ -42,7 +42,7 @@ class CoreCodec(ABC):
 
     @property
     def in_core(self) -> bool:
-        """Whether the core has this very one, with this block size."""
+        """Whether the core has this codec with this block size."""
         return True
 
     @property

@@ -27,7 +27,7 @@ class Int8(CoreCodec):
 
     Args:
         block: elements that share a scale.
-        error_feedback: True, or an object with the methods of `ErrorFeedback`: add what was lost to the next gradient.
+        error_feedback: True, or an object with the methods of `ErrorFeedback`: add the error to the next gradient.
         rotate: turn blocks of 256 elements by a random rotation first, and back: see `rotation`.
 
     Raises:

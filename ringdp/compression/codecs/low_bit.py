@@ -161,8 +161,8 @@ class Int5(_Linear):
 class Int4(_Linear):
     """Linear quantisation to 4 bits, one scale for `block` elements: 4.25 bits an element at block 64.
 
-    The mean of real gradients is off by about 1.6e-2 of its squared norm, so what is lost is added to the next gradient
-    unless told otherwise. Any device; at block 64 on the CPU by the core's codec.
+    The mean of real gradients is off by about 1.6e-2 of its squared norm, so error feedback is the default: the error
+    is added to the next gradient. Any device; at block 64 on the CPU by the core's codec.
 
     Args:
         block: elements that share a scale, an even number.

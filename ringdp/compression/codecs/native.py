@@ -1,4 +1,4 @@
-"""Which tensors the core's codecs (csrc/codec) and kernels take."""
+"""The tensors that the core's codecs (csrc/codec) and kernels take."""
 
 from __future__ import annotations
 

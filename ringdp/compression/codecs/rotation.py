@@ -3,7 +3,7 @@
 y = H·D·x / 16 in blocks of 256 elements, with H the Hadamard matrix, by sums and differences in a fixed order, and D a
 diagonal of random signs: Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv 2105.08339, and "EDEN", ICML 2022, arXiv
 2108.08842. Signs are drawn for each parameter, part, phase and step, and are the same in all blocks: 32 bytes of a
-hash. What is behind the last full block stays as it is.
+hash. Elements behind the last full block stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rotate(x: Tensor, info: Info) -> Tensor:
 
 
 def rotate_back(y: Tensor, info: Info) -> Tensor:
-    """What `rotate` was given, but for rounding."""
+    """The inverse of `rotate`, but for rounding."""
     return _turn(y, info, back=True)
 
 

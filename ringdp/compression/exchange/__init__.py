@@ -1,4 +1,5 @@
-"""How the ranks' payloads of a bucket become one mean: what is sent, who adds, in which order. Moves no bytes itself.
+"""How the ranks' payloads of a bucket become one mean: the messages, the adding ranks, the order. Moves no bytes
+itself.
 
 `layout` is where to begin: it cuts a bucket into sections and runs the exchange of each kind of aggregate (`owner`,
 `merged`, `gather`, `summed`, `rounds`), a generator that yields `requests` and is sent their answers. A process group

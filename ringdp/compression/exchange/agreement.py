@@ -1,4 +1,4 @@
-"""Whether all ranks mean the same bucket and can encode it. Where not, all raise in the same step."""
+"""Checks that all ranks exchange the same bucket and can encode it. Where not, all raise in the same step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ assert _HEADER.size == HEADER_BYTES
 
 NOT_FINITE = 1  # a section's flag
 
-# A rank's status in an exchange, which all ranks hear of. Bits.
+# A rank's status in an exchange, which all ranks receive. Bits.
 FAILED = 1  # it could not encode
 LOADED = 2  # it goes on from a checkpoint
 
@@ -30,10 +30,10 @@ _LOADED_IN_SUM = 1 << 16  # where a status is added over the ranks; fewer than t
 
 
 def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Request, Any, None]:
-    """All ranks have the same lines, one for each parameter.
+    """Check that all ranks have the same lines, one for each parameter.
 
     Raises:
-        MismatchError: they have not; names the first parameter that differs and what both ranks have.
+        MismatchError: they differ; names the first parameter that differs and both ranks' lines.
     """
     mine = torch.tensor([fingerprint(lines), len(lines)], dtype=torch.int64, device=device)
     all_ranks = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
@@ -57,7 +57,7 @@ def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Re
 
 
 def gather_text(text: str, device: torch.device) -> Generator[Request, Any, list[str]]:
-    """What each rank says, the first 512 bytes of it."""
+    """Each rank's text, its first 512 bytes."""
     data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     rows = (yield AllGather(mine)).cpu()
@@ -74,7 +74,7 @@ def open_messages(plan: Plan, messages: Mapping[int, Tensor], rank: int) -> tupl
     """The sections' flags of all messages (by sender) together, and the status of all senders together.
 
     Raises:
-        MismatchError: a message is another bucket's.
+        MismatchError: a message is of another bucket.
     """
     flags, status = [0] * len(plan.sections), 0
     fronts = torch.stack([message[: front(len(flags))] for message in messages.values()])
@@ -108,14 +108,14 @@ def read_marks(summed: Tensor) -> tuple[int, list[int]]:
 
 
 def act_on(status: int, error: BaseException | None, plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
-    """Do what the status asks for, which all ranks know.
+    """Raise what the status of all ranks requires, the same on each.
 
     Args:
         status: of all ranks together.
-        error: why this one could not encode.
+        error: this rank's error while encoding.
 
     Raises:
-        BaseException: some rank could not encode: that one raises its own error, the others a RingError with whose.
+        BaseException: some rank could not encode: it raises its own error, the others a RingError that names it.
         MismatchError: some rank goes on from a checkpoint, and they are at different steps.
     """
     if status & FAILED:
@@ -129,7 +129,7 @@ def _raise_together(error: BaseException | None, plan: Plan, rank: int) -> Gener
     if error is not None:
         raise error
     culprit = next((r for r, text in enumerate(texts) if text), None)
-    said = texts[culprit] if culprit is not None else "it did not say why"
+    said = texts[culprit] if culprit is not None else "it gave no reason"
     raise RingError(f"rank {culprit} could not compress a bucket: {said}", rank=rank, peer=culprit, cause=said)
 
 

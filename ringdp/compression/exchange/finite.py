@@ -1,4 +1,4 @@
-"""Infinities and NaN in what is compressed: codes that cannot carry them must not hide them."""
+"""Infinities and NaNs in compressed gradients: found by flags where codes cannot carry them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 def non_finite_flags(plan: Plan, bucket: Tensor) -> list[int]:
-    """Flags by section: NOT_FINITE where the framework must tell the other ranks so."""
+    """Flags by section: NOT_FINITE where the framework must report it to the other ranks."""
     watched = plan.watched
     if not any(watched) or bool(all_finite(bucket)):
         return [0] * len(watched)
@@ -36,5 +36,5 @@ def write_nan(plan: Plan, bucket: Tensor, flags: list[int]) -> None:
 
 
 def masked(x: Tensor, flag: int) -> Tensor:
-    """Zeros where `x` or another rank's is not finite: a code that cannot carry that need not meet it either."""
+    """Zeros where `x` or another rank's is not finite, for codes that cannot carry such values."""
     return torch.zeros_like(x) if flag & NOT_FINITE else x

@@ -48,7 +48,7 @@ class BucketSlice:
 
 
 class Layout:
-    """What a bucket holds and how each part of it is averaged. Made once for a bucket, used in every step."""
+    """The parameters of a bucket and how each is averaged. Made once for a bucket, used in every step."""
 
     def __init__(self, places: Sequence[BucketSlice], ranks: int, device: torch.device) -> None:
         by_aggregate: dict[str, list[Section]] = {}
@@ -66,8 +66,8 @@ class Layout:
         """Replace the flat `bucket` (any floating dtype) by its mean over the ranks.
 
         Raises:
-            MismatchError: on all ranks: they do not hold the same, or one tells lengths that cannot be.
-            InvalidArgumentError, or whatever a compressor raises: on its rank; RingError on the others, which say so.
+            MismatchError: on all ranks: their buckets differ, or one sends impossible lengths.
+            InvalidArgumentError, or any error of a compressor: on its rank; RingError on the others, with its text.
         """
         if not self._agreed:
             for kind, plan in self.plans.items():
@@ -99,14 +99,14 @@ class Layout:
 
 
 def _agree(kind: str, plan: Plan, rank: int) -> Exchange:
-    """All ranks have the same plan. Where compressors cannot be tried on zeros, their ranks raise that, and the others
+    """Check that all ranks have the same plan. A rank whose compressors fail on zeros raises that error, and the others
     a MismatchError with its text."""
     error: BaseException | None = None
     try:
         lines = plan.lines
         if kind == "rounds":
             learn(plan)
-    except BaseException as caught:  # told to all ranks, which then raise together
+    except BaseException as caught:  # sent to all ranks, which then raise together
         error = caught
         lines = [f"no code: {type(caught).__name__}: {caught}"]
     try:

@@ -11,7 +11,7 @@ from ringdp.compression.exchange.states import States
 
 
 def there_and_back(section: Section, x: Tensor, *, rank: int = 0, ranks: int = 1, step: int = 0) -> tuple[Tensor, int]:
-    """What `x`, float32 ``[count]``, becomes without error feedback and memory, and the bytes of its code."""
+    """The decoded code of `x`, float32 ``[count]``, without error feedback and memory, and the bytes of the code."""
     coder = Coder(States(), rank, ranks, step, device=x.device)
     if getattr(section.compressor, "aggregate", "owner") != "rounds":
         payload = coder.compress(section, x, "rank", 0)

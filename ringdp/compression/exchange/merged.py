@@ -1,7 +1,7 @@
 """``aggregate="merge"``: as ``owner``, but payloads are added up as they are, without decoding them to dense elements.
 
 Rank r encodes all parts, its own too, and sends each to its owner. The owner merges the payloads in rank order into one
-of their mean, which goes to all ranks. What that payload cannot hold is the owner's residual.
+of their mean, which goes to all ranks. The error of that payload is the owner's residual.
 """
 
 from __future__ import annotations

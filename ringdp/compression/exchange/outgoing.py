@@ -1,4 +1,4 @@
-"""What a rank sends in one phase of an exchange, and how long the others' payloads are."""
+"""The payloads of a rank in one phase of an exchange, and the lengths of the others'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Sizes = dict[tuple[int, int], list[Forms]]
 
 
 class Outgoing:
-    """Payloads by part. An error while they are made is kept: the message then says so, in the promised bytes."""
+    """Payloads by part. An error while they are made is kept, and sent as the status in a message of the promised
+    length."""
 
     def __init__(self, plan: Plan, coder: Coder, phase: Phase) -> None:
         self._plan, self._coder, self._phase = plan, coder, phase
@@ -32,12 +33,12 @@ class Outgoing:
         self.error: BaseException | None = None
 
     def add(self, part: int, elements: Callable[[int, Section], Tensor]) -> None:
-        """Encode what `elements` gives for each section, by its index, where it has elements in this part."""
+        """Encode the result of `elements` for each section, by its index, where it has elements in this part."""
         encode = self._coder.encode
         self.put(part, lambda index, section: encode(section, elements(index, section), self._phase, part))
 
     def put(self, part: int, payload_of: Callable[[int, Section], Payload]) -> None:
-        """Take what `payload_of` gives for each section, by its index, where it has elements in this part."""
+        """Take the result of `payload_of` for each section, by its index, where it has elements in this part."""
         plan = self._plan
         promised = plan.forms(part, self._phase)
         self._payloads[part] = []
@@ -54,12 +55,12 @@ class Outgoing:
                 payloads.append(payload)
             self._payloads[part] = payloads
             self._forms[part] = [forms_of(payload) for payload in payloads]
-        except BaseException as error:  # told to all ranks, which then raise together
+        except BaseException as error:  # sent to all ranks, which then raise together
             self.error = error
 
     @property
     def status(self) -> int:
-        """What all ranks are to hear of this one; see `agreement`."""
+        """The status of this rank for all ranks; see `agreement`."""
         return FAILED * (self.error is not None) | LOADED * (self._coder.loaded and self._phase == "rank")
 
     def take(self, part: int) -> list[Payload]:
@@ -75,10 +76,10 @@ class Outgoing:
         write(message, front(len(flags)), self._payloads.pop(part))
 
     def sizes_of_all(self, senders: Senders) -> Generator[Request, object, Sizes]:
-        """How long all ranks' payloads are: known where sizes are fixed or there is nothing, else sent to all ranks.
+        """The lengths of all ranks' payloads: known where sizes are fixed or there are none, else sent to all ranks.
 
         Raises:
-            MismatchError: on all ranks, where a rank tells a length that no honest one would.
+            MismatchError: on all ranks, where a rank sends an impossible length.
         """
         plan = self._plan
         promised = {part: plan.forms(part, self._phase) for parts in senders for part in parts}
@@ -89,10 +90,10 @@ class Outgoing:
         row = torch.tensor(mine + [0] * (max(counts) - len(mine)), dtype=torch.int64, device=plan.device)
         answer = yield AllGather(row.view(torch.uint8))
         assert isinstance(answer, Tensor)
-        told = answer.view(torch.int64).view(plan.ranks, -1).tolist()
+        gathered = answer.view(torch.int64).view(plan.ranks, -1).tolist()
         sizes: Sizes = {}
         for sender, parts in enumerate(senders):
-            numbers = iter(told[sender])
+            numbers = iter(gathered[sender])
             for part in parts:
                 sizes[sender, part] = _believed(plan, promised[part], part, numbers, sender)
         return sizes
@@ -107,22 +108,24 @@ def _lengths(forms: list[Forms]) -> list[int]:
 
 
 def _believed(plan: Plan, promised: list[Forms], part: int, numbers: Iterator[int], sender: int) -> list[Forms]:
-    """`promised` with the lengths that `sender` told."""
+    """`promised` with the lengths that `sender` sent."""
     forms: list[Forms] = []
     for section, payload in zip(plan.sections, promised, strict=True):
         lengths = [next(numbers) if form.shape else 0 for form in payload]
-        told = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
+        gathered = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
         fixed = getattr(section.compressor, "fixed_size", True)
-        if min(lengths, default=0) < 0 or (told != payload if fixed else _too_much(told, payload, section.numel(part))):
+        if min(lengths, default=0) < 0 or (
+            gathered != payload if fixed else _too_much(gathered, payload, section.numel(part))
+        ):
             raise MismatchError(
                 f"rank {sender} announces a payload of lengths {lengths} for {section.numel(part)} elements of"
                 f" {section.name}",
                 peer=sender,
                 name=section.name,
             )
-        forms.append(told)
+        forms.append(gathered)
     return forms
 
 
-def _too_much(told: Forms, promised: Forms, numel: int) -> bool:
-    return room([told]) > max(most_bytes(numel), room([promised]))
+def _too_much(gathered: Forms, promised: Forms, numel: int) -> bool:
+    return room([gathered]) > max(most_bytes(numel), room([promised]))

@@ -6,8 +6,8 @@ As many bytes as an all-reduce of the codes, and two encodings, however many ran
 
 The exchange is a generator: it yields a request (`AllToAll`, `AllGather`), is sent the answer, and never calls a
 process group, so a simulation of all ranks runs the same code. Every message begins with the sender's flags and status:
-a rank whose compressor raises, or that sees an infinity, still sends messages of the agreed length, and all ranks learn
-of it from them instead of waiting. Runs on the hook's communication thread (`hooks/comm_threads.py`).
+a rank whose compressor raises, or that sees an infinity, still sends messages of the agreed length with them, so that
+no rank waits. Runs on the hook's communication thread (`hooks/comm_threads.py`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Elements:
 
 
 class _Means:
-    """The means of this rank's parts, section by section in order, from what the others sent.
+    """The means of this rank's parts, section by section in order, from the others' messages.
 
     A mean that is not finite (the sum overflowed) raises its section's flag, in place.
     """

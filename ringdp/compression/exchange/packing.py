@@ -1,4 +1,4 @@
-"""Payloads as bytes: what one rank sends another of a bucket, and reading it without trusting its lengths.
+"""Payloads as bytes: the messages of a bucket between ranks, read without trust in their lengths.
 
 A message is a header, a byte of flags for each section, and the payloads' tensors, each on a multiple of 8 bytes.
 """
@@ -20,7 +20,7 @@ from ringdp.errors import InvalidArgumentError
 
 ALIGNMENT = 8
 HEADER_BYTES = 8
-# Of a payload, in bytes an element and for all of it: nothing a peer says makes this rank allocate more.
+# Of a payload, in bytes an element and for all of it: no length from a peer makes this rank allocate more.
 MOST_BYTES_AN_ELEMENT = 16
 MOST_BYTES = 4096
 
@@ -81,7 +81,7 @@ class Promises:
 
 
 def check_promise(section: Section, promised: Forms, payload: Payload, numel: int) -> None:
-    """Raise InvalidArgumentError where a payload is not what zeros gave, in what may not differ."""
+    """Raise InvalidArgumentError where a payload's form differs from that of zeros in a part that may not differ."""
     given = forms_of(payload)
     if getattr(section.compressor, "fixed_size", True):
         if given != promised:

@@ -1,4 +1,4 @@
-"""What moves when a bucket is exchanged: fixed by its layout, the compressors and the number of ranks."""
+"""The messages of a bucket's exchange: fixed by its layout, the compressors and the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Plan:
     """One bucket's.
 
     Attributes:
-        sections: what is compressed, all with the same ``aggregate``.
+        sections: the compressed parameters, all with the same ``aggregate``.
         ranks: how many there are.
         device: of the bucket.
     """
@@ -41,12 +41,13 @@ class Plan:
 
     @functools.cached_property
     def watched(self) -> list[bool]:
-        """By section: whether the framework looks for what is not finite, because the code cannot carry it."""
+        """By section: whether the framework looks for elements that are not finite, because the code cannot carry
+        them."""
         return [not getattr(section.compressor, "carries_nan", False) for section in self.sections]
 
     @functools.cached_property
     def rounds(self) -> dict[tuple[str, ...], Any]:
-        """By sections, what their compressor exchanges: known once it was tried."""
+        """By sections, the rounds of their compressor: known once it was tried."""
         return {}
 
     def forms(self, part: int, phase: Phase) -> list[Forms]:
@@ -55,7 +56,7 @@ class Plan:
 
     @functools.cached_property
     def lines(self) -> list[str]:
-        """What ranks must agree on, a line for each section."""
+        """The text that must be equal on all ranks, a line for each section."""
         return [self._line(section) for section in self.sections]
 
     def _line(self, section: Section) -> str:

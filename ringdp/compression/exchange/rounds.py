@@ -1,6 +1,6 @@
-"""``aggregate="rounds"``: compressors that talk more than once, each in a generator of its own.
+"""``aggregate="rounds"``: compressors that communicate more than once, each in a generator of its own.
 
-What a round exchanges has the same form on all ranks and in all steps: it is learned once, by a run on zeros of a world
+The tensors of a round have the same form on all ranks and in all steps: it is found once, by a run on zeros in a world
 of one. A rank whose compressor fails sends zeros of that form with its report, so that no rank waits for it.
 """
 
@@ -44,7 +44,7 @@ def rounds_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -
 
 
 def learn(plan: Plan) -> None:
-    """Find out what each of the plan's compressors exchanges; raises what they raise."""
+    """Find the rounds of each of the plan's compressors, on zeros; raises their errors."""
     for group in groups(plan.sections):
         sections = tuple(plan.sections[i] for i in group)
         names = tuple(section.name for section in sections)
@@ -53,7 +53,7 @@ def learn(plan: Plan) -> None:
 
 
 def groups(sections: Sequence[Section]) -> list[list[int]]:
-    """Which sections share a compressor, by index; those without elements have nothing to say."""
+    """The sections of each compressor, by index; those without elements are left out."""
     by_compressor: dict[int, list[int]] = {}
     for i, section in enumerate(sections):
         if section.count:
@@ -83,7 +83,7 @@ class _Talk:
                     error = InvalidArgumentError(_differs(sections[0], number, _form(tensors), promised))
             except StopIteration:
                 error = InvalidArgumentError(_differs(sections[0], number, None, promised))
-            except BaseException as caught:  # told to all ranks, which then raise together
+            except BaseException as caught:  # sent to all ranks, which then raise together
                 error = caught
             if error is not None or tensors is None:
                 zeros = [torch.zeros(form.shape, dtype=form.dtype, device=self._plan.device) for form in forms]
@@ -121,7 +121,7 @@ class _Talk:
 
 
 def _rounds_of(sections: Sequence[Section], device: torch.device) -> list[Round]:
-    """What each round exchanges, by a run on zeros."""
+    """The form of each round, by a run on zeros."""
     seen: list[Round] = []
     rounds = Coder(States(), 0, 1, 0, device=device).average(sections, [section.zeros() for section in sections])
     alone(rounds, seen.append)
@@ -152,12 +152,12 @@ def _form(tensors: list[Tensor] | Tensor) -> Round:
 def _differs(section: Section, number: int, given: Round | None, promised: list[Round]) -> str:
     wanted = promised[number] if number < len(promised) else None
     return (
-        f"{describe(section.compressor)}.average: round {number} of {section.name} exchanges {_words(given)} where"
-        f" zeros gave {_words(wanted)}: rounds must not depend on the elements"
+        f"{describe(section.compressor)}.average: round {number} of {section.name} exchanges"
+        f" {_describe_round(given)} where zeros gave {_describe_round(wanted)}: rounds must not depend on the elements"
     )
 
 
-def _words(one: Round | None) -> str:
+def _describe_round(one: Round | None) -> str:
     if one is None:
         return "nothing"
     gathers, forms = one

@@ -82,19 +82,19 @@ class Section:
 
 
 class Tally(Protocol):
-    """Counts what sparse codes leave of gradients; `ringdp.compression.exchange.sparsity` has the one that does."""
+    """Counts the elements of sparse codes; `ringdp.compression.exchange.sparsity` implements it."""
 
     def weighs(self, section: Section) -> bool:
         """Whether it wants `weigh`, which costs a pass over the elements."""
 
     def sent(self, section: Section, payload: Payload, part: int) -> None:
-        """This rank encoded the elements of `part` as `payload`."""
+        """Called when this rank has encoded the elements of `part` as `payload`."""
 
     def joined(self, section: Section, payload: Payload) -> None:
-        """`payload` holds what all ranks sent, of a part or of all."""
+        """Called with the `payload` of all ranks' elements, of a part or of all."""
 
     def weigh(self, section: Section, wanted: Tensor, decoded: Tensor) -> None:
-        """`wanted` was to be sent, `decoded` is what becomes of it."""
+        """Called with the elements `wanted` that were to be sent, and their decoded code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Coder:
     def _feed_back(
         self, section: Section, phase: Phase, part: int, fed: Tensor, decoded: Tensor, state: dict[str, Any]
     ) -> None:
-        """What error feedback remembers of this step; `fed` and `state` are what `_fed` gave."""
+        """Update error feedback's state by this step; `fed` and `state` are of `_fed`."""
         feedback = section.feedback_in(phase)
         if type(feedback) is ErrorFeedback:
             _, following = self._residuals(section, part)
@@ -194,7 +194,7 @@ class Coder:
         return tuple(payload)
 
     def merge(self, section: Section, payloads: Sequence[Payload], divisor: float, part: int) -> Payload:
-        """One payload of the mean of this rank's part; what it cannot hold is this rank's residual."""
+        """One payload of the mean of this rank's part; its error is this rank's residual."""
         residual: Tensor | None
         if type(section.feedback) is ErrorFeedback:
             _, residual = self._residuals(section, part)

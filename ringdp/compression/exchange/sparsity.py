@@ -1,4 +1,4 @@
-"""How many elements sparse codes leave of a gradient, counted beside an exchange."""
+"""The numbers of elements in sparse codes, counted beside an exchange."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sparsity:
         encoded: how many of them this rank encoded: all, or all but its own part.
         chosen: how many of those it sent.
         union: elements that any rank sent; None where no rank learns it, as with ``aggregate="gather"``.
-        mass, dropped: sums of squares of what was to be sent, error feedback included, and of what of it was not; None
-            in steps in which `Tally.measures` is off.
+        mass, dropped: sums of squares of the elements to be sent, error feedback included, and of those that were not
+            sent; None in steps in which `Tally.measures` is off.
     """
 
     numel: int
@@ -49,7 +49,7 @@ class Sparsity:
 
     @property
     def dropped_mass(self) -> float | None:
-        """|what was not sent|² / |what was to be sent|², 0 to 1."""
+        """`dropped` / `mass`, 0 to 1."""
         if self.mass is None or self.dropped is None:
             return None
         return self.dropped / self.mass if self.mass else 0.0
@@ -80,20 +80,20 @@ class Tally:
         return self.measures and self.counts(section)
 
     def sent(self, section: Section, payload: Payload, part: int) -> None:
-        """This rank encoded the elements of `part` as `payload`."""
+        """Called when this rank has encoded the elements of `part` as `payload`."""
         if self.counts(section):
             one = self._one(section)
             one.encoded += section.numel(part)
             one.chosen += _entries(section, payload)
 
     def joined(self, section: Section, payload: Payload) -> None:
-        """`payload` holds what all ranks sent, of a part or of all."""
+        """Called with the `payload` of all ranks' elements, of a part or of all."""
         if self.counts(section):
             one = self._one(section)
             one.union = (one.union or 0) + _entries(section, payload)
 
     def weigh(self, section: Section, wanted: Tensor, decoded: Tensor) -> None:
-        """`wanted` was to be sent, `decoded` is what becomes of it; what is zero there was not sent."""
+        """Called with the elements `wanted` that were to be sent, and their decoded code, whose zeros were not sent."""
         one = self._one(section)
         squares = wanted.double().square()
         one.mass = (one.mass or 0.0) + float(squares.sum())

@@ -1,7 +1,7 @@
-"""What compressors and error feedback remember from step to step: by parameter, and only of steps that count.
+"""The states of compressors and error feedback between steps: by parameter, and only of steps that count.
 
-What a step leaves is pending until `commit`: an overflow anywhere takes all of it back. The residuals of plain error
-feedback are in C++ (csrc/torch/reducer/residuals.h), one tensor for each parameter, whose parts and phases do not
+The states of a step are pending until `commit`: after an overflow on any rank they are dropped. The residuals of plain
+error feedback are in C++ (csrc/torch/reducer/residuals.h), one tensor for each parameter, whose parts and phases do not
 overlap; all else is in dicts. Tensors of error feedback are kept without the loss scale; a power of two, it comes and
 goes without changing a bit.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Whose dict it is.
+    """The place of a state dict.
 
     Attributes:
         name: the parameter's.
         kind: ``feedback`` or ``compressor``.
-        phase: ``rank``, ``owner``, or ``result`` for what is the same on all ranks.
+        phase: ``rank``, ``owner``, or ``result`` for a state that is the same on all ranks.
         part: of the parameter.
     """
 
@@ -39,7 +39,7 @@ class Remembered:
 
     Attributes:
         residual: of plain error feedback, float32 ``[count]``, in all parts and phases; None where there is none.
-        dicts: what else there is.
+        dicts: all other states.
     """
 
     residual: Tensor | None
@@ -47,7 +47,7 @@ class Remembered:
 
 
 class States:
-    """What one rank remembers; used by whichever thread encodes, one at a time for a parameter."""
+    """The states of one rank; used by the thread that encodes, one at a time for a parameter."""
 
     def __init__(self) -> None:
         from ringdp import _C
@@ -61,12 +61,12 @@ class States:
         return scaled(self._committed.get(key, {}), factor)
 
     def keep(self, key: Key, state: dict[str, Any], factor: float = 1.0) -> None:
-        """What the dict will be once this step counts; divides by `factor` again."""
+        """Set the dict that counts after this step; divides by `factor` again."""
         if state or key in self._committed:
             self._pending[key] = scaled(state, 1.0 / factor)
 
     def pending(self, key: Key) -> dict[str, Any]:
-        """What this step has left so far, to be corrected before it counts."""
+        """The pending state of this step, to be corrected before it counts."""
         return self._pending.get(key, {})
 
     def residual(self, name: str) -> Tensor | None:
@@ -90,14 +90,14 @@ class States:
         )
 
     def put(self, name: str, remembered: Remembered) -> None:
-        """All that is remembered of one parameter from now on."""
+        """Replace all states of one parameter."""
         self.forget(name)
         self._committed |= remembered.dicts
         if remembered.residual is not None:
             self._residuals.set(name, remembered.residual)
 
     def forget(self, name: str) -> None:
-        """All that is remembered of one parameter."""
+        """All states of one parameter."""
         self._residuals.drop(name)
         for dicts in (self._committed, self._pending):
             for key in [key for key in dicts if key.name == name]:

@@ -27,7 +27,7 @@ def sum_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> E
                 payload = coder.encode(section, masked(section.of(bucket, 0), flags[index]), "rank", 0)
                 check_promise(section, promised[index], payload, section.count)
             payloads.append(payload)
-    except BaseException as caught:  # told to all ranks, which then raise together
+    except BaseException as caught:  # sent to all ranks, which then raise together
         error = caught
         payloads = [tuple(torch.zeros(f.shape, dtype=f.dtype, device=plan.device) for f in it) for it in promised]
     tensors = [tensor for payload in payloads for tensor in payload]

@@ -1,8 +1,8 @@
 """Products with thin matrices: by the core on the CPU, by torch operations elsewhere.
 
-A factor is float32 ``[rank, length]``, a vector in each row; a matrix is flat, row by row. What all ranks compute of
-what they exchanged, `orthonormalise` and `expand`, has the same bits on every device. `project` and `project_back` are
-of a rank's own elements: these are added in the order that suits the device.
+A factor is float32 ``[rank, length]``, a vector in each row; a matrix is flat, row by row. The functions of exchanged
+tensors, `orthonormalise` and `expand`, give the same bits on every device. `project` and `project_back` are of a rank's
+own elements: these are added in the order that suits the device.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
     """Make the vectors of each orthogonal and of length 1, in place, from the first to the last, in float64.
 
     Modified Gram-Schmidt, by operations whose order is fixed: ranks that have the same bits keep the same bits, which a
-    library's QR does not promise. What is left of a vector by rounding alone becomes zero; what is not finite, NaN.
+    library's QR does not promise. A vector of rounding errors alone becomes zero; one that is not finite, NaN.
     """
     if _in_core(factors):
         from ringdp import _C

@@ -1,4 +1,4 @@
-"""Majority vote: each element's sign is what most ranks say."""
+"""Majority vote: each element's sign is that of most ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ringdp.compression.registry import register
 @register("signsgd")
 @dataclasses.dataclass(frozen=True)
 class SignSGD:
-    """1, -1, or 0 where as many ranks say the one as the other: 1 bit an element and rank.
+    """The sign of most ranks, 0 for as many of one as of the other: 1 bit an element and rank.
 
     Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, arXiv 1802.04434, algorithm
     3. The gradient's size is gone: learning rates are those of a sign method, far below SGD's. An element that is zero
-    on a rank votes for 1; a rank whose elements are all zero has no vote. Error feedback does not fit, there being
-    nothing that a vote is an estimate of: see `Sign` for that.
+    on a rank votes for 1; a rank whose elements are all zero has no vote. Error feedback does not apply, since a vote
+    does not estimate the gradient: see `Sign` for that.
     """
 
     aggregate: ClassVar[Aggregate] = "rounds"
@@ -33,8 +33,8 @@ class SignSGD:
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         means = []
         for x, info in zip(xs, infos, strict=True):
-            told = yield _vote(x)
-            means.append(_count(told, info.numel).mul_(info.loss_scale))
+            gathered = yield _vote(x)
+            means.append(_count(gathered, info.numel).mul_(info.loss_scale))
         return means
 
 

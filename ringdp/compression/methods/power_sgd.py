@@ -24,8 +24,8 @@ class PowerSGD:
 
     Of a matrix of m rows and n columns r·(m + n) numbers are sent and added twice. Vogels, Karimireddy, Jaggi,
     "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019, arXiv 1905.13727,
-    algorithms 1 and 2. A parameter's matrix has its first dimension as rows; what would not get smaller is sent as it
-    is. What a step needs of the one before is kept by the parameter's name.
+    algorithms 1 and 2. A parameter's matrix has its first dimension as rows; a matrix that would not get smaller is
+    sent as it is. The right factor of the last step is kept by the parameter's name.
 
     Args:
         rank: r, columns of both factors.
@@ -59,11 +59,11 @@ class PowerSGD:
         means: Sequence[Tensor],
         left: Sequence[Tensor],
     ) -> Rounds:
-        """As `average`, of `xs` and what is left of earlier ones (`residuals`, without the loss scale; None: nothing).
+        """As `average`, of `xs` and the `residuals` of earlier ones (without the loss scale; None: zero).
 
         Args:
             means: where to put the means; may be `xs`.
-            left: where to put what is left now; neither of the others.
+            left: memory for the new residuals; neither of the others.
         """
         return (yield from self._average(xs, left, residuals, infos, means, left))
 

@@ -24,9 +24,9 @@ class RandomK:
 
     No indices are sent, and the sum of payloads is the payload of the sum. Stich, Cordonnier, Jaggi, "Sparsified SGD
     with Memory", NeurIPS 2018, arXiv 1809.07599, with one draw for each run of neighbouring elements instead of one
-    for all: a permutation of all elements would take longer than sending them. With error feedback what was not drawn
-    waits; without it elements are multiplied by the length of their run, 1/fraction but for the last, so that they are
-    right on average.
+    for all: a permutation of all elements would take longer than sending them. With error feedback elements that were
+    not drawn are the residual; without it elements are multiplied by the length of their run, 1/fraction but for the
+    last, so that they are right on average.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1; 1/fraction is rounded to a whole number.

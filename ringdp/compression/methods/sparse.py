@@ -36,7 +36,7 @@ def select(
     """Code, new residual and number of the large elements of v = x + factor * residual.
 
     The code holds the first `most` elements of magnitude `threshold` or more, of those that equal it only the first
-    `equals` where that is given; the new residual is what it does not hold of v, by factor, None where `residual` is;
+    `equals` where that is given; the new residual is the rest of v, by factor, None where `residual` is;
     in `left` where that can be.
     """
     if native.serves(x):
@@ -54,7 +54,8 @@ def select(
 
 
 def _large(v: Tensor, least: float, most: int, equals: int | None) -> tuple[Tensor, Tensor, int, bool]:
-    """Places and values of what `select` encodes; how many are large in all, and whether these are finite."""
+    """Places and values of the elements that `select` encodes; the number of large ones in all, and whether these are
+    finite."""
     if equals is None and native.has_kernels(v):
         from ringdp import _C
 
@@ -125,7 +126,7 @@ def _magnitude(bits: int) -> float:
 def decode(code: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
     """float32 ``[numel]``, in `out` (flat, float32) where that is given and can be used.
 
-    Raises ValueError where `code` is none of so many elements, or an index is out of range.
+    Raises ValueError where `code` is not one of so many elements, or an index is out of range.
     """
     if native.serves(code):
         from ringdp import _C
@@ -139,9 +140,9 @@ def decode(code: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
 
 
 def merge(codes: Sequence[Tensor], numel: int, divisor: float, lost: Tensor | None, back: float) -> Tensor:
-    """The code of the sum of what `codes` hold, added in their order, by `divisor`.
+    """The code of the sum of `codes`, added in their order, by `divisor`.
 
-    What its rounding loses, times `back`, is added to `lost`, float32 ``[numel]``, in place. Raises as `decode`.
+    The error of its rounding, times `back`, is added to `lost`, float32 ``[numel]``, in place. Raises as `decode`.
     """
     if all(native.serves(code) for code in codes):
         from ringdp import _C

@@ -1,9 +1,9 @@
 """Codes without bias: elements are rounded at random, to either neighbour, so that they are right on average.
 
 Such a code can be further from a gradient than zero is, the more so the larger its block. Error feedback would add that
-up without end, so with it the code of each block is scaled to where it is nearest. Never is more left then than there
-was, and on average at most 1 - 1/(1 + ω) of the squared norm, where the code adds a variance of ω of it: as much as an
-unbiased code times 1/(1 + ω) leaves (Beznosikov et al., "On Biased Compression for Distributed Learning", arXiv
+up without end, so with it the code of each block is scaled to where it is nearest. The residual is then never larger
+than the input, and on average at most 1 - 1/(1 + ω) of the squared norm, where the code adds a variance of ω of it: the
+residual of an unbiased code times 1/(1 + ω) (Beznosikov et al., "On Biased Compression for Distributed Learning", arXiv
 2002.12410).
 """
 
@@ -41,7 +41,7 @@ class _Stochastic(ABC):
 
     @abstractmethod
     def scale_of(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """``[blocks]``; not finite where something in the block is not. What is larger is cut.
+        """``[blocks]``; not finite where an element of the block is not. Larger elements are cut.
 
         Args:
             rows: ``[blocks, block]``, zeros behind the last element.

@@ -1,4 +1,4 @@
-"""The largest elements by place and value, and nothing of the others; what is left out waits."""
+"""The largest elements by place and value; the others are the residual."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NEAR = 0.02  # an estimate that near to what was expected: the next step may do
 class TopK:
     """About the `fraction` largest elements of each part of a parameter: 27 bits for each of them.
 
-    They are those above a threshold, so one pass finds them and adds and keeps what was left out: no sorting. The
-    threshold is estimated from a histogram of a sample until it hardly changes from step to step, and then follows what
-    it found; where that is off by more than a factor of 2 it is estimated anew, and where that does not help either
-    (many magnitudes are equal, or the sample is unlike the rest) it is found exactly: then the fraction is sent to the
+    They are those above a threshold, so one pass finds them and updates the residual: no sorting. The
+    threshold is estimated from a histogram of a sample until it hardly changes from step to step, and then follows the
+    numbers found; where these are off by more than a factor of 2 it is estimated anew, and where that fails too (many
+    magnitudes are equal, or the sample is unlike the rest) it is found exactly: then the fraction is sent to the
     element, of equals the first. No more than twice the fraction is sent. Owners add what the ranks sent and send the
     union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all ranks have the same
     bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021; for
@@ -67,7 +67,7 @@ class TopK:
     def compress_with_residual(
         self, x: Tensor, residual: Tensor, info: Info, room: Tensor | None = None
     ) -> tuple[Payload, Tensor]:
-        """As `compress`, of `x` and what is left of earlier ones; and what is left now, in `room` where that can be.
+        """As `compress`, of `x` and the `residual` of earlier ones; and the new residual, in `room` where that can be.
 
         `room` is not the memory of `residual`, which may be read again.
         """
@@ -124,17 +124,17 @@ class DGC:
 
     Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv 1712.01887: each rank adds up its velocity instead of its
     gradient, so that elements that waited long arrive with the momentum they would have had (section 3.2, momentum
-    correction); velocities of what was sent begin anew (3.3, momentum factor masking); gradients are clipped before
+    correction); velocities of sent elements begin anew (3.3, momentum factor masking); gradients are clipped before
     they are added (3.2, local gradient clipping). Use SGD with ``momentum=0``.
 
     Args:
         momentum: of the velocities.
         clip: the largest norm of a part's gradient on a rank, without loss scale; None: any.
-        masking: velocities of what was sent begin anew.
+        masking: velocities of sent elements begin anew.
 
     Raises:
-        InvalidArgumentError: a momentum outside of [0, 1), a clip that is not positive and finite, masking that is no
-            bool.
+        InvalidArgumentError: a momentum outside of [0, 1), a clip that is not positive and finite, masking that is not
+            a bool.
     """
 
     momentum: float = 0.9

@@ -58,7 +58,7 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
 
 
 def forgotten(environ: Mapping[str, str] | None = None) -> str | None:
-    """What to tell a process that is alone although it is inside a job of several ranks; None where that is not so."""
+    """The warning for a process that trains alone inside a job of several tasks; None for every other process."""
     environ = os.environ if environ is None else environ
     return slurm.forgotten(environ) if launch_environment(environ) is None else None
 

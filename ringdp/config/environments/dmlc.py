@@ -53,7 +53,8 @@ def end_needless_role(environ: Mapping[str, str]) -> None:
 
 
 def as_node(environ: Mapping[str, str]) -> dict[str, str]:
-    """What tells ringrun, started as one of several workers, that it is one node of as many: torchrun's variables.
+    """torchrun's variables, by which a ringrun that was started as one of several workers knows that it is one of as
+    many nodes.
 
     Raises InvalidArgumentError, as `read`.
     """

@@ -37,7 +37,7 @@ def read(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _hydra_job() -> str:
-    """What tells jobs of Hydra apart, which have no name: the process that started all ranks of this host."""
+    """The name of a job of Hydra, which gives none: the process that started all ranks of this host."""
     for pid, name in _ancestors(os.getpid()):
         if name.startswith("hydra_pmi_prox"):  # proc(5) cuts names to 15 characters
             return f"hydra-{pid}"

@@ -52,7 +52,7 @@ def read(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def forgotten(environ: Mapping[str, str]) -> str | None:
-    """What to tell a process inside a job of several tasks that srun did not start; None elsewhere."""
+    """The warning for a process inside a job of several tasks that srun did not start; None elsewhere."""
     tasks = optional_integer(environ, "SLURM_NTASKS") or 1
     if "SLURM_JOB_ID" not in environ or tasks == 1 or started(environ):
         return None

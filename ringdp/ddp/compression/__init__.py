@@ -1,1 +1,1 @@
-"""What RingDP(compression=…) does for a model: who gets which compressor, what is kept, measured and chosen."""
+"""RingDP(compression=…) for one model: the compressor of each parameter, its state, its statistics, and "auto"."""

@@ -54,10 +54,10 @@ class AutoCompression:
     """Used by forward's thread, between steps, on all ranks in the same place.
 
     Args:
-        owner: has the reducer whose plan of reductions this speaks of.
-        levels: what is allowed by name, from mild to lossy.
+        owner: has the reducer with that plan of reductions.
+        levels: the allowed codes by name, from mild to lossy.
         reduction_of: by level, its number in that plan.
-        hook: makes the codes that the core has not.
+        hook: makes the codes that the core cannot make.
         names: of all parameters, as the reducer numbers them.
     """
 
@@ -109,14 +109,14 @@ class AutoCompression:
         self._last_forward = time.monotonic()
 
     def level_of(self, index: int) -> str:
-        """What parameter `index` is sent as."""
+        """The code by which parameter `index` is sent."""
         for level, members in zip(self._applied, self._watched, strict=False):
             if index in members:
                 return level
         return EXACT
 
     def return_residuals(self) -> None:
-        """Let the core keep all residuals, for a checkpoint; the next forward puts them where they are used."""
+        """Move all residuals to the core, for a checkpoint; the next forward moves them to where they are used."""
         self._move_residuals(set())
         self._applied = ()
 
@@ -155,38 +155,38 @@ class AutoCompression:
                 self._probe = LinkProbe(self._owner.group, self._levels, crowded=self._crowded())
             tuner.measured(*self._probe.measure())
         if tuner.reason:
-            self._tell(tuner.reason)
+            self._log_choice(tuner.reason)
         if tuner.choice != self._applied:
             self._apply(tuner.choice)
             self._skip_steps(_STEPS_TO_SKIP)
 
     def _agreed_step(self) -> Step:
-        """The same on all ranks: waiting as on the rank that waits least, since the others wait for it, too."""
+        """The same result on all ranks: the wait of the rank that waits least, for which the others wait too."""
         reducer = self._owner.reducer
         times, rows = reducer.times(), reducer.bucket_rows()
         computed = (times["computed_ns"] - times["launched_ns"]) * 1e-9
         mine = [statistics.median(self._times), statistics.median(self._waits), computed]
-        told = gather_numbers([*mine, *(row["launched_s"] for row in rows)], self._owner.group)
-        slowest = told[int(told[:, 1].argmin())].tolist()
+        gathered = gather_numbers([*mine, *(row["launched_s"] for row in rows)], self._owner.group)
+        slowest = gathered[int(gathered[:, 1].argmin())].tolist()
         buckets = tuple(
             Bucket(row["numel"], launched, row["free"]) for row, launched in zip(rows, slowest[3:], strict=True)
         )
-        return Step(float(told[:, 0].max()), slowest[1], slowest[2], buckets)
+        return Step(float(gathered[:, 0].max()), slowest[1], slowest[2], buckets)
 
     def _crowded(self) -> bool:
         """Whether some rank has no core to spare for coding."""
 
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         here = 1 + sum(inside_host(self._owner.group))
-        told = gather_numbers([cores / (here * max(torch.get_num_threads(), 1))], self._owner.group)
-        return float(told.min()) < 2.0
+        gathered = gather_numbers([cores / (here * max(torch.get_num_threads(), 1))], self._owner.group)
+        return float(gathered.min()) < 2.0
 
-    def _tell(self, reason: str) -> None:
+    def _log_choice(self, reason: str) -> None:
         self.decisions.append(Decision(self._owner.steps, reason))
         if self._owner.group.rank() == 0:
             _log.info("compression auto, step %d: %s", self._owner.steps, reason)
 
-    # What was chosen.
+    # The choice, applied.
 
     def _apply(self, choice: Choice) -> None:
         by_hook = {

@@ -1,4 +1,4 @@
-"""How fast the ranks of a group average gradients now, exactly and as codes: what `tuner` decides by."""
+"""The present cost of all-reduces of a group, exact and as codes: the input of `tuner`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LinkProbe:
 
     Args:
         group: over ring, with tensors on the CPU.
-        levels: the codes to look at, by name: codecs of the core, and "topk".
-        crowded: there are not more cores than threads that compute, so coding takes from computing.
+        levels: the codes to measure, by name: codecs of the core, and "topk".
+        crowded: there are no more cores than threads that compute, so coding slows the computation down.
     """
 
     def __init__(self, group: dist.ProcessGroup, levels: Mapping[str, Compressor], *, crowded: bool) -> None:
@@ -41,7 +41,7 @@ class LinkProbe:
         self._crowded = crowded
 
     def measure(self) -> tuple[LinkCosts, float]:
-        """What all-reduces cost now, the same numbers on all ranks, and the seconds this took."""
+        """The present costs of all-reduces, the same numbers on all ranks, and the seconds this took."""
         from ringdp import _C
 
         began = time.monotonic()
@@ -53,11 +53,11 @@ class LinkProbe:
             times.append(min(self._time(buffer[:_SMALL], level) for _ in range(2)))
             times.append(min(self._time(buffer[:size], level) for _ in range(2 if fast else 1)))
         times.append(time.monotonic() - began)
-        *told, took = self._agreed(times)
+        *gathered, took = self._agreed(times)
         coding = dict(zip(self._coding, self._agreed(list(self._coding.values()), most=True), strict=True))
         lines = {}
         for i, level in enumerate((EXACT, *self._codecs)):
-            lines[level] = Line.through((_SMALL, told[2 * i]), (size, told[2 * i + 1]))
+            lines[level] = Line.through((_SMALL, gathered[2 * i]), (size, gathered[2 * i + 1]))
         for level, codec in self._codecs.items():  # short codes may go through in a burst that longer ones do not get
             wire_s = lines[EXACT].element_s * _C.codec_bytes(codec, size) / (4 * size)
             lines[level] = Line(lines[level].fixed_s, max(lines[level].element_s, wire_s))
@@ -70,7 +70,7 @@ class LinkProbe:
         return Line(2 * exact.fixed_s + _PYTHON_S, exact.element_s * share + coding)
 
     def _time(self, x: Tensor, level: str = EXACT) -> float:
-        """Of one all-reduce, from when the last rank is there."""
+        """Seconds of one all-reduce, from the arrival of the last rank on."""
         with named("measuring links"):
             dist.all_reduce(x[:1], group=self._group)
             began = time.monotonic()
@@ -92,9 +92,9 @@ class LinkProbe:
         work.wait()
 
     def _agreed(self, numbers: Sequence[float], *, most: bool = False) -> list[float]:
-        """The least of what all ranks have: the one that came last did not wait. Or the most."""
-        told = gather_numbers(numbers, self._group)
-        values = told.amax(0) if most else told.amin(0)
+        """The minimum over all ranks, since the rank that came last did not wait; or the maximum."""
+        gathered = gather_numbers(numbers, self._group)
+        values = gathered.amax(0) if most else gathered.amin(0)
         agreed: list[float] = values.tolist()
         return agreed
 
@@ -102,10 +102,10 @@ class LinkProbe:
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> Tensor:
     """float64 ``[ranks, len(numbers)]``: what each rank gave."""
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    told = torch.empty((group.size(), len(mine)), dtype=torch.float64, device="cpu")
+    gathered = torch.empty((group.size(), len(mine)), dtype=torch.float64, device="cpu")
     with named("measurements of all ranks"):
-        all_gather_single(told, mine, group=group)
-    return told
+        all_gather_single(gathered, mine, group=group)
+    return gathered
 
 
 def coding_s(compressor: Compressor, numel: int = 256 * 1024) -> float:

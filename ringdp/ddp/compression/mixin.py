@@ -1,4 +1,4 @@
-"""What RingDP offers to those who compress its gradients: choosing, saving and measuring."""
+"""RingDP's methods about compression: choosing, saving and measuring."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class CompressedModule:
     """A part of RingDP, which brings the reducer and the group.
 
     Attributes:
-        _chosen: what the user asked for last, with the steps that are exact at first; None if there was no choice yet.
-        _compression: what came of it, made with the reducer.
+        _chosen: the last choice of the user, with the number of exact steps before it; None before the first choice.
+        _compression: the compression of the model by that choice, made with the reducer.
         _watched: the parameters, as the reducer numbers them.
-        _devices: where all ranks have theirs.
+        _devices: the devices of all ranks.
     """
 
     module: Any
@@ -52,22 +52,22 @@ class CompressedModule:
     ) -> None:
         """Compress gradients in another way from the next step on. All ranks call it, between two steps.
 
-        What parameters remember (residuals) stays where their compressor stays the same.
+        The residual of a parameter is kept where its compressor stays the same.
 
         Args:
             compression: a compressor, a registered name ("int8", "int4", "bf16", "fp16", "auto"), or None for exact
                 gradients.
-            rules: pairs of a condition and a compressor for parameters that are to be treated otherwise; see
+            rules: pairs of a condition and a compressor, for parameters with another compressor; see
                 `ringdp.compression.Rules`.
-            warmup_steps: how many steps are still exact.
+            warmup_steps: the number of steps that stay exact before it begins.
             allow: what ``"auto"`` may choose among; see `ringdp.compression.Auto`.
-            unmatched_rules: what a rule is that no parameter fits: ``"error"``, or ``"warn"`` where rules are meant for
-                several models.
+            unmatched_rules: the treatment of a rule that no parameter fits: ``"error"``, or ``"warn"`` where rules are
+                meant for several models.
 
         Raises:
             InvalidArgumentError: an unknown name, a rule or number that cannot be used, a rule that no parameter fits.
-            MismatchError: the ranks ask for different things; names the first parameter and both. Or what another rank
-                asks for cannot be used; has its reason.
+            MismatchError: the ranks' choices differ (names the first parameter and both compressors), or another rank's
+                choice cannot be used (has its reason).
             InvalidStateError: a backward is under way, or a communication hook is registered.
         """
         self._chosen = self._attach_compression(
@@ -75,7 +75,7 @@ class CompressedModule:
         )
 
     def compression_state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
-        """What compression remembers: residuals and other state by parameter name, and how far warm-up is.
+        """The state of compression: residuals and other state by parameter name, and the progress of the warm-up.
 
         Args:
             consolidated: False: this rank's own, exact to the bit, for as many ranks as there are now; every rank
@@ -95,7 +95,7 @@ class CompressedModule:
         )
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `compression_state_dict` gave; call it between two steps, on all ranks.
+        """Load a state from `compression_state_dict`; call it between two steps, on all ranks.
 
         All of them load what was saved after the same step. Where that matters they compare it in the next step, and
         all raise a MismatchError where it differs.
@@ -111,7 +111,7 @@ class CompressedModule:
         load_state_dict(self._compressed("load_compression_state_dict"), state)
 
     def measure_compression(self, *, every: int) -> None:
-        """In every `every`-th step compare what arrives with the exact mean; `compression_stats` has the results.
+        """In every `every`-th step compare the compressed mean with the exact one; `compression_stats` has the results.
 
         Such a step costs a copy and an exact all-reduce of the compressed gradients. 0 ends it. All ranks call it.
         """
@@ -143,13 +143,13 @@ class CompressedModule:
         return self._compression
 
     def _compression_to_carry(self) -> CarriedState | None:
-        """What compression remembers, before the reducer forgets the parameters' numbers."""
+        """The state of compression, taken before the reducer renumbers the parameters."""
         from ringdp.ddp.compression.state import CarriedState
 
         return None if self._compression is None else CarriedState.of(self._compression)
 
     def _carry_compression(self, carried: CarriedState | None, renamed: Mapping[str, str]) -> None:
-        """Compress the module's parameters, which have changed, as was asked for last.
+        """Compress the module's changed parameters by the last choice.
 
         Args:
             carried: what `_compression_to_carry` gave before.
@@ -159,7 +159,7 @@ class CompressedModule:
             return
         probe = carried.compression.probe
         self._compression = None
-        # A rule may fit none of the parameters that are left: it was right when it was given.
+        # A rule may fit none of the parameters that are left: it fitted some when it was given.
         rules = dataclasses.replace(self._chosen[0], unmatched_rules="warn")
         self._attach_compression(lambda: (rules, 0))
         carried.give(self._compressed("forward"), renamed)
@@ -177,7 +177,7 @@ class CompressedModule:
         return f"{words} but for {len(rules.pairs)} rules" if rules.pairs else words
 
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
-        """Do what `asked` gives, and return that: rules and exact steps. What it raises all ranks hear of."""
+        """Apply and return the result of `asked`: rules and exact steps. An error of `asked` is raised on all ranks."""
         from ringdp.ddp.compression.plan import ModelCompression
 
         compression = self._compression

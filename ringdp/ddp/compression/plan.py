@@ -24,7 +24,7 @@ from ringdp.ddp.compression.tuner import EXACT
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.hooks.parameters import Parameters
-from ringdp.job.alike import raise_refusal, report_refusal
+from ringdp.job.agreement import raise_refusal, report_refusal
 from ringdp.job.backend import named, traffic
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.elastic import is_elastic
@@ -35,7 +35,7 @@ _OPERATION = "choosing compression"
 
 
 class Probe(Protocol):
-    """What looks at some steps; see compression_quality.py."""
+    """Called in some steps to measure them; see quality.py."""
 
     rows: list[Any]
     every: int
@@ -47,8 +47,8 @@ class Probe(Protocol):
 class ModelCompression:
     """Compressors of a wrapper's parameters, and the reductions its reducer has for them.
 
-    One thread at a time, as forward and backward of a step are. Everything here that takes a choice is called by all
-    ranks of the group in the same place.
+    Used by one thread at a time: forward's or backward's. All ranks of the group call `choose` and the methods that
+    change a choice in the same place.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class ModelCompression:
     def choose(
         self, asked: Callable[[], tuple[Rules, int]], left_out: Iterable[ModelParameter] = ()
     ) -> tuple[Rules, int]:
-        """Give each parameter its compressor. Where it is the same as before, what it remembers stays.
+        """Give each parameter its compressor. The state of an equal compressor is kept.
 
         Args:
-            asked: gives what the user asked for, and how many of the next synchronised steps are still exact. What it
-                raises the other ranks hear of, so that none waits for this one.
+            asked: gives the user's rules, and how many of the next synchronised steps stay exact. An error of it is
+                raised on the other ranks too, so that none waits for this one.
             left_out: the model's parameters that are not among `parameters`.
 
         Raises:
-            InvalidArgumentError: what cannot be used: a number of steps below zero, a rule that no parameter fits.
-            MismatchError: the ranks chose differently; names the first parameter and both choices. Or another rank's
-                arguments cannot be used; has its reason.
+            InvalidArgumentError: a number of steps below zero, or a rule that no parameter fits.
+            MismatchError: the ranks chose differently (names the first parameter and both choices), or another rank's
+                arguments cannot be used (has its reason).
         """
         try:
             rules, warmup_steps = asked()
@@ -133,10 +133,9 @@ class ModelCompression:
             self._ranks = self.group.size()  # the reducer has made the residuals theirs
         if self.group.size() != self._ranks:
             raise InvalidStateError(
-                f"the process group was reconfigured from {self._ranks} to {self.group.size()} ranks, and the error"
-                " feedback of this RingDP's compression belongs to its old members: make a new RingDP, or call"
-                " compression_state_dict(consolidated=True) before the change and load that into the new one. Without"
-                " compression RingDP follows by itself."
+                f"the process group was reconfigured from {self._ranks} to {self.group.size()} ranks, and compression's"
+                " residuals belong to the old ones: call compression_state_dict(consolidated=True) before the change,"
+                " make a new RingDP after it, and load that state"
             )
         if self._warming and self.steps >= self.exact_until:
             self._enable(True)
@@ -149,16 +148,17 @@ class ModelCompression:
 
     @property
     def wire_bytes(self) -> int:
-        """Sent by this rank since the last forward, all headers included; 0 where the backend does not say."""
+        """Bytes sent by this rank since the last forward, all headers included; 0 where the backend does not count
+        them."""
         return _bytes_sent() - self._sent
 
     def describe(self, index: int) -> str:
-        """The compressor of parameter `index` in words."""
+        """The description of the compressor of parameter `index`."""
         compressor = self.compressors[index]
         return "exact" if compressor is None else describe(compressor)
 
     def compressor_now(self, index: int) -> Compressor | None:
-        """The one in use for parameter `index`: what "auto" has chosen."""
+        """The compressor in use for parameter `index`, as "auto" has chosen it."""
         compressor = self.compressors[index]
         if not isinstance(compressor, Auto):
             return compressor
@@ -220,7 +220,7 @@ class ModelCompression:
         }
 
     def residual_norm(self) -> dict[int, Tensor]:
-        """By index, of all parameters whose error feedback says what it owes: |residual|, without the loss scale."""
+        """By index, of all parameters whose error feedback has a residual: |residual|, without the loss scale."""
         lengths = {index: residual.norm() for index, residual in self.residuals().items()}
         for index, one in enumerate(self.parameters):
             length = self.hook.memory.residual_norm(one.name) if self.hook is not None and self.in_hook(index) else None
@@ -232,7 +232,7 @@ class ModelCompression:
         """By name, of the last step's sparse codes."""
         return {} if self.hook is None else self.hook.tally.items()
 
-    # How all ranks come to the same.
+    # The agreement of all ranks.
 
     def _agree(self, chosen: Sequence[Compressor | None], warmup_steps: int, warnings: Sequence[str]) -> None:
         if self.group.size() == 1:
@@ -251,9 +251,9 @@ class ModelCompression:
             return
         me = self.group.rank()
         raise_refusal(gathered, me, "choose its compression")
-        told = [text.decode().split("\n") for text in gathered]
-        other = next((rank for rank, theirs in enumerate(told) if theirs != lines), me)
-        pairs = zip_longest(lines, told[other], fillvalue="all rules count")
+        by_rank = [text.decode().split("\n") for text in gathered]
+        other = next((rank for rank, theirs in enumerate(by_rank) if theirs != lines), me)
+        pairs = zip_longest(lines, by_rank[other], fillvalue="all rules count")
         mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
         raise MismatchError(
             f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
@@ -322,7 +322,7 @@ class ModelCompression:
         self.auto = AutoCompression(weakref.proxy(self), levels, of_level, hook, names) if any(free) else None
 
     def _auto_of(self, chosen: Sequence[Compressor | None]) -> Auto | None:
-        """What "auto" may choose among, if it can choose at all.
+        """The levels among which "auto" may choose; None where it cannot choose.
 
         Raises:
             InvalidArgumentError: two different ones, or ranks whose links cannot be measured.

@@ -1,4 +1,4 @@
-"""What compression does to the gradients, measured in some steps of a run: `RingDP.measure_compression`."""
+"""The errors of compressed gradients, measured in some steps of a run: `RingDP.measure_compression`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ringdp.job.backend import named
 
 _log = logging.getLogger("ringdp.compression")
 _GROWTH = 2.0  # of the residual between two warnings about a parameter
-_WORTH_TELLING = 1.0  # residuals shorter than this many gradients are what error feedback lives with
+_WORTH_LOGGING = 1.0  # residuals shorter than this many gradients are usual with error feedback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Quality:
         mean_nmse: |g - m|² / |m|², g what all ranks got, m the exact mean of their gradients.
         cosine: of the angle between g and m.
         residual_ratio: |residual| / |this rank's gradient|, after the step; None without error feedback, or with one
-            that does not say what it owes.
+            that names no residual.
         density: of sparse codes, the share of the elements that this rank sent; None for other codes.
         union_density: the share of the elements that any rank sent: what the mean has.
         union_over_chosen: union_density / density: 1 where all ranks choose the same, about their number where none do.
-        dropped_mass: share of the squared norm of what was to be sent, residual included, that was not.
+        dropped_mass: the share of the squared norm of gradient and residual that was not sent.
     """
 
     step: int
@@ -64,7 +64,7 @@ class QualityProbe:
         self._own: dict[int, Tensor] = {}
         self._step = 0
         self._queued = False
-        self._told: dict[str, float] = {}
+        self._last_ratio: dict[str, float] = {}
 
     def before_forward(self, sync: bool) -> None:
         """Watch the backward that follows, if it is its turn and it synchronises."""
@@ -159,13 +159,13 @@ class QualityProbe:
         )
 
     def _warn_growth(self, name: str, ratio: float, expected: float) -> None:
-        before = max(self._told.setdefault(name, ratio), expected, _WORTH_TELLING)
+        before = max(self._last_ratio.setdefault(name, ratio), expected, _WORTH_LOGGING)
         if not math.isfinite(ratio) or ratio < _GROWTH * before:
             return
-        self._told[name] = ratio
+        self._last_ratio[name] = ratio
         _log.warning(
-            "step %d: the residual of %r (which compression has not sent yet) is %.1f times its gradient, it was %.1f:"
-            " the gradient that arrives is late. Give this parameter more bits by a rule, or lower the learning rate.",
+            "step %d: the residual of %r (which compression has not sent yet) is %.1f times its gradient, it was %.1f."
+            " Give this parameter more bits by a rule, or lower the learning rate.",
             self._step,
             name,
             ratio,

@@ -1,5 +1,5 @@
-"""What a RingDP's compression remembers between steps, as a state (`ringdp.compression.saved`): the reducer's residuals
-and the hook's memory together."""
+"""The state of a RingDP's compression between steps (`ringdp.compression.saved`): the reducer's residuals and the
+hook's memory together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
 
 @dataclasses.dataclass(frozen=True)
 class CarriedState:
-    """What compression remembers while a module's parameters change, on one rank.
+    """The state of compression on one rank while a module's parameters change.
 
     Attributes:
         compression: whose state it is.
@@ -108,8 +108,8 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
     compression.resume(loaded.steps, loaded.exact_until)
 
 
-# What the mean lacks so far: what each rank left out of its own gradient, divided by the number of ranks, and what the
-# owner left out of the mean. docs/reference/wire_format.md says who owns what.
+# The error of the mean so far: the part that each rank left out of its own gradient, divided by the number of ranks,
+# and the part that the owner left out of the mean. docs/reference/wire_format.md says who owns what.
 def _mean(compression: ModelCompression, residuals: Mapping[int, Tensor]) -> dict[int, Tensor]:
     if not residuals:
         return {}

@@ -1,4 +1,4 @@
-"""What compression saves and costs: `RingDP.compression_stats`."""
+"""The bytes that compression saves and the time it costs: `RingDP.compression_stats`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompressionStats:
         buckets: a row for each bucket: index, name, method (-1: exact), numel, bytes_before, bytes_after, coding_s,
             seconds, exposed_s.
         sparsity: how many elements sparse codes sent in the last step, by parameter.
-        decisions: what ``compression="auto"`` decided so far, and why.
+        decisions: the decisions of ``compression="auto"`` so far, with reasons.
         quality: what `RingDP.measure_compression` has measured, a row for each parameter and step.
     """
 
@@ -136,8 +136,8 @@ class CompressionStats:
 
     def _choices(self) -> str:
         earlier = [f"… {count(len(self.decisions) - _CHOICES, 'decision')} before"] * (len(self.decisions) > _CHOICES)
-        told = [f"from step {one.step}: {one.reason}" for one in self.decisions[-_CHOICES:]]
-        return "\n".join(["auto", *earlier, *told]) if told else ""
+        gathered = [f"from step {one.step}: {one.reason}" for one in self.decisions[-_CHOICES:]]
+        return "\n".join(["auto", *earlier, *gathered]) if gathered else ""
 
 
 def _some(names: list[str]) -> str:

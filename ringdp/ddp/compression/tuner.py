@@ -1,8 +1,9 @@
-"""Which code each bucket gets, from what was measured: decisions only, the same on all ranks from the same numbers.
+"""The code of each bucket, chosen from measurements: pure functions, with the same result on all ranks.
 
-Time is modelled bucket by bucket: each leaves when it is full and the one before has arrived, and takes what its code
-takes for so many elements. What arrives after the last gradient was computed is waited for. The model proposes; whether
-a step became faster is then measured, and what did not keep its promise is taken back (`Tuner`).
+Time is modelled bucket by bucket: a bucket leaves when it is full and the one before has arrived, and takes the time of
+its code for its number of elements. The step waits for buckets that arrive after the last gradient was computed. The
+model proposes a choice; the steps with it are then measured, and a choice that is not as much faster as promised is
+taken back (`Tuner`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class LinkCosts:
-    """What codes cost now.
+    """The present costs of codes.
 
     Attributes:
         lines: of an all-reduce, by level, `EXACT` among them.
@@ -71,7 +72,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What steps were like, in medians over a few of them.
+    """Medians over the last few steps.
 
     Attributes:
         seconds: from one forward to the next.
@@ -113,14 +114,14 @@ def predicted(step: Step, costs: LinkCosts, choice: Choice, current: Choice) -> 
 def proposal(
     step: Step, costs: LinkCosts, levels: Sequence[str], current: Choice, blocked: frozenset[str] = frozenset()
 ) -> tuple[Choice, float]:
-    """What to do next, and the seconds it promises; `current` where nothing is worth a change.
+    """The next choice, and the seconds a step it promises to save; `current` where no change is worth it.
 
     The mildest code for all buckets that comes close to the fastest; then, from the first bucket on, still milder ones
     where that costs nothing.
 
     Args:
         levels: what is allowed beside `EXACT`, from mild to lossy.
-        blocked: of those, what is not to be tried now.
+        blocked: levels that are not to be tried now.
     """
     order = [EXACT, *(level for level in levels if level not in blocked or level in current)]
     rank = {level: i for i, level in enumerate([EXACT, *levels])}
@@ -156,12 +157,13 @@ class Trial:
 
 
 class Tuner:
-    """What to do after each window of steps. No clock, no network: its caller measures, and all ranks ask the same.
+    """The decision after each window of steps. It has no clock and no network: its caller measures, with the same
+    numbers on all ranks.
 
     Attributes:
         choice: of each bucket; what the next steps are to use.
         wants_probe: the links are to be measured, and `measured` called.
-        reason: why `choice` changed last, in words; empty where it did not.
+        reason: the reason of the last change of `choice`; empty where there was none.
     """
 
     def __init__(self, levels: Sequence[str], buckets: int) -> None:
@@ -180,7 +182,7 @@ class Tuner:
         self._probe_s = 0.0
 
     def window(self, step: Step, steps: int) -> None:
-        """So it was, for so many steps, since the last call."""
+        """Take the medians of the steps since the last call, and how many these were."""
         self.reason = ""
         self.wants_probe = False
         self._step = step
@@ -269,6 +271,6 @@ def format_choice(choice: Choice) -> str:
 
 
 def format_speed(costs: LinkCosts) -> str:
-    """How fast exact gradients travel."""
+    """The rate at which exact gradients are averaged, as text."""
     per_element = costs.lines[EXACT].element_s
     return f"float32 is averaged at {32e-9 / per_element:.2f} Gbit/s" if per_element > 0 else "the network is fast"

@@ -1,1 +1,2 @@
-"""Whether all ranks' replicas are still the same: `guard` looks at every step, `replica` hashes, `report` names."""
+"""The comparison of the ranks' replicas: `guard` counts steps, `replica` hashes tensors, `report` names those that
+differ."""

@@ -1,7 +1,7 @@
-"""The guard that nobody asked for: its hash travels with what the ranks tell each other about their steps anyway.
+"""The guard that is on by default: its hash travels in the message that the ranks exchange about their steps.
 
-Every RINGDP_REPORT_EVERY steps `diagnosis.monitor.StepMonitor` asks for a message and hears what all ranks gave. That
-adds no operation, so a script that runs without the guard runs with it, and the hash of a part costs what is left.
+Every RINGDP_REPORT_EVERY steps `diagnosis.monitor.StepMonitor` asks for a message and receives those of all ranks. That
+adds no operation: the hash of a part is the only cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from ringdp.ddp.divergence.comparison import Comparison
-from ringdp.diagnosis.facts import ATTACHED_BYTES
+from ringdp.diagnosis.rank_facts import ATTACHED_BYTES
 
 EVERY = 500  # steps within which a difference is found
 _PACKED = struct.Struct("<qQ")  # the window's number from 1 on, and the part's hash
@@ -35,10 +35,11 @@ class AttachedGuard:
         self._number = 0  # of the window whose message is sent
         self._steps = -1  # the reducer's, when it was made
         self._message = NOTHING
-        self._told: tuple[int, list[bytes]] | None = None
+        self._received: tuple[int, list[bytes]] | None = None
 
     def message(self) -> bytes:
-        """This rank's, in a forward before the backward that carries it. Micro-batches of one step have one."""
+        """This rank's message, in a forward before the backward that carries it. Micro-batches of one step have the
+        same."""
         wrapper = self._wrapper()
         assert wrapper is not None
         steps = wrapper.reducer.steps()
@@ -50,29 +51,30 @@ class AttachedGuard:
             )
         return self._message
 
-    def hear(self, step: int, told: list[bytes]) -> None:
-        """What all ranks gave, by rank, in the backward after step `step`. Judged in the next forward."""
-        self._told = step, told
+    def receive(self, step: int, gathered: list[bytes]) -> None:
+        """Take all ranks' messages, by rank, in the backward after step `step`. `look` compares them in the next
+        forward."""
+        self._received = step, gathered
 
     def look(self) -> None:
-        """In a forward. Raises MismatchError where replicas differ and that is to raise."""
-        if self._told is None:
+        """Called in a forward. Raises MismatchError where replicas differ and the action is "raise"."""
+        if self._received is None:
             return
-        (step, messages), self._told = self._told, None
-        told = [_PACKED.unpack(one) for one in messages]
-        numbers = [number for number, _ in told]
+        (step, messages), self._received = self._received, None
+        gathered = [_PACKED.unpack(one) for one in messages]
+        numbers = [number for number, _ in gathered]
         if len(set(numbers)) > 1:  # a rank is new, or had no forward in time: they hashed different parts
             self._number = max(numbers)
             self.comparison.forget_differences()
-        elif numbers[0] and any(one != told[0] for one in told):
+        elif numbers[0] and any(one != gathered[0] for one in gathered):
             wrapper = self._wrapper()
             assert wrapper is not None
             part = numbers[0] % self._parts
             self.comparison.act(wrapper, wrapper.process_group, step, part=part, parts=self._parts)
 
     def start_again(self) -> None:
-        """The wrapper has another group, or a join is over."""
-        self._told = None
+        """Called when the wrapper has another group, or a join is over."""
+        self._received = None
         self.comparison.forget_differences()
 
 

@@ -1,4 +1,4 @@
-"""What a guard compares, and what it does about a difference."""
+"""The tensors that a guard compares, and its action after a difference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringdp.job.backend import named
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
 ADVICE = (
-    "Find what only some ranks do to it, and start from a checkpoint; or let RingDP copy from the majority"
+    "Find the code that only some ranks run on it, and start from a checkpoint; or let RingDP copy from the majority"
     " (on_divergence='sync'), or leave out what is meant to differ (guard_ignore=[…])"
 )
 
@@ -35,7 +35,7 @@ class Comparison:
         self._action, self._ignore, self._with_buffers = action, ignore, with_buffers
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
-        self._told_left_out = False
+        self._logged_left_out = False
         self._snapshot: Any = None
         self._replica: Replica | None = None
         self._parameters_alone = False
@@ -46,7 +46,7 @@ class Comparison:
         self._replica = None
 
     def forget_differences(self) -> None:
-        """Compare again what a warning was about."""
+        """Compare again the tensors that a warning named."""
         self._known_different.clear()
         self._replica = None
 
@@ -67,8 +67,8 @@ class Comparison:
         self._replica = self.replica_of(wrapper, self._known_different)
         self._hash = _C.ReplicaHash(list(self._replica.tensors))
         self._parameters_alone = all(isinstance(one, torch.nn.Parameter) for one in self._replica.tensors)
-        if self._replica.left_out and not self._told_left_out:
-            self._told_left_out = True
+        if self._replica.left_out and not self._logged_left_out:
+            self._logged_left_out = True
             _log.info("replicas are compared without %s", ", ".join(self._replica.left_out))
 
     def replica_of(
@@ -99,10 +99,10 @@ class Comparison:
         Args:
             step: after which they were hashed.
             part: whose hashes differ, of `parts`; None: hashes do not.
-            uneven: how the ranks' steps differ, in words.
+            uneven: the difference between the ranks' steps, as text; empty for none.
 
         Raises:
-            MismatchError: that is to raise; or tensors are missing on a rank and cannot be copied.
+            MismatchError: the action is "raise"; or tensors are missing on a rank and cannot be copied.
         """
         self._replica = None
         self._follow(wrapper, whole=True)

@@ -1,4 +1,4 @@
-"""The guard of a RingDP: do all ranks still have the same replica?
+"""The guard of a RingDP: finds out whether all ranks still have the same replica.
 
 Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its
 replica's bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringdp.compression.tensor_parts import held_by
 from ringdp.ddp.divergence.comparison import Comparison, difference_error
-from ringdp.ddp.divergence.report import compare, ranks_in_words, summary
+from ringdp.ddp.divergence.report import compare, describe_ranks, summary
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
@@ -52,10 +52,10 @@ class DivergenceGuard:
         self._local_steps += 1
 
     def look(self) -> None:
-        """Where a backward may have synchronised since the last time, or an optimizer stepped without.
+        """Called where a backward may have synchronised since the last call, or an optimizer stepped without one.
 
         Raises:
-            MismatchError: replicas differ, and that is to raise; names the first tensor, the ranks and the step.
+            MismatchError: replicas differ, and the action is "raise"; names the first tensor, the ranks and the step.
         """
         wrapper = self._wrapper()
         assert wrapper is not None
@@ -77,12 +77,13 @@ class DivergenceGuard:
             self._exchange(wrapper, steps)
 
     def start_again(self) -> None:
-        """The wrapper has another group: count steps from the next forward on, since its ranks have run other ones."""
+        """Called when the wrapper has another group: steps count from the next forward on, since its ranks have run
+        other numbers."""
         self._first, self._steps, self._looks = None, 0, 0
         self._pending = self._group = None
 
     def _part_of(self, steps: int) -> int:
-        """Of the replica, of `_rounds`: what is hashed in the window that ends with these steps."""
+        """The part of the replica, of `_rounds`, that is hashed in the window that ends with these steps."""
         return steps // self._window % self._rounds
 
     def _exchange(self, wrapper: Any, steps: int) -> None:
@@ -94,15 +95,15 @@ class DivergenceGuard:
         self._pending = BackgroundGather(data, self._group, f"divergence guard, step {steps}"), steps
 
     def _judge(self, wrapper: Any, group: dist.ProcessGroup) -> None:
-        """Compare what the ranks sent a window ago."""
+        """Compare the hashes that the ranks sent a window ago."""
         assert self._pending is not None
         (gather, step), self._pending = self._pending, None
-        told = [_PACKED.unpack(one) for one in gather.wait()]
-        if all(one == told[0] for one in told):
+        gathered = [_PACKED.unpack(one) for one in gather.wait()]
+        if all(one == gathered[0] for one in gathered):
             return
-        part = None if len({one[2] for one in told}) == 1 else self._part_of(step)
-        self._looks = max(one[1] for one in told)
-        uneven = _uneven([one[:2] for one in told])
+        part = None if len({one[2] for one in gathered}) == 1 else self._part_of(step)
+        self._looks = max(one[1] for one in gathered)
+        uneven = _uneven([one[:2] for one in gathered])
         self.comparison.act(wrapper, group, step, part=part, parts=self._rounds, uneven=uneven)
 
 
@@ -124,16 +125,17 @@ def _parts(every: int, window: int) -> int:
     return (every + 1) // window - 1
 
 
-def _uneven(told: Sequence[tuple[int, ...]]) -> str:
-    """In words, if the ranks' backwards and forwards are not equally many. `told`: both, by rank."""
-    if len(set(told)) == 1:
+def _uneven(gathered: Sequence[tuple[int, ...]]) -> str:
+    """The text of the difference where the ranks' backwards and forwards are not equally many. `gathered`: both, by
+    rank."""
+    if len(set(gathered)) == 1:
         return ""
-    usual = Counter(told).most_common(1)[0][0]
-    other = next(rank for rank, one in enumerate(told) if one != usual)
-    most = [rank for rank, one in enumerate(told) if one == usual]
+    usual = Counter(gathered).most_common(1)[0][0]
+    other = next(rank for rank, one in enumerate(gathered) if one != usual)
+    most = [rank for rank, one in enumerate(gathered) if one == usual]
     return (
-        f"rank {other} has run {told[other][0]} backwards in {told[other][1]} steps that began with a forward, and"
-        f" {ranks_in_words(most)} {usual[0]} in {usual[1]}"
+        f"rank {other} has run {gathered[other][0]} backwards in {gathered[other][1]} steps that began with a forward,"
+        f" and {describe_ranks(most)} {usual[0]} in {usual[1]}"
     )
 
 

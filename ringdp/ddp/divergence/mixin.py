@@ -1,4 +1,4 @@
-"""What RingDP offers against replicas that differ."""
+"""RingDP's methods against replicas that differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GuardedModule:
     def check_replicas(self) -> None:
         """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
 
-        As the guard it leaves out what ``guard_ignore`` names, and buffers that each forward broadcasts.
+        As the guard it leaves out the tensors of ``guard_ignore``, and buffers that each forward broadcasts.
 
         Raises:
             MismatchError: they differ; names the first tensor and the ranks.
@@ -59,7 +59,7 @@ class GuardedModule:
         as_unit(self.process_group, "check_replicas()", lambda: check_now(self, comparison))
 
     def _guard_beside(self, hook: Callable[..., Any]) -> None:
-        """A guard that nobody asked for rests beside a hook that may let replicas drift apart on purpose."""
+        """The default guard rests beside a hook that may let replicas drift apart on purpose."""
         if self._guard_options.every is None and not averages_elements(hook):
             self._guard = self._monitor.attached = None
 
@@ -68,9 +68,8 @@ class GuardedModule:
         return isinstance(self._guard, DivergenceGuard)
 
     def _stepped_alone(self) -> None:
-        """An optimizer has applied gradients that were not averaged: also where no forward comes, a guard looks.
-
-        One that nobody asked for only speaks with a backward that averages.
+        """Called when an optimizer has applied gradients that were not averaged: the guard looks here, since a forward
+        may not follow. The default guard looks only with a backward that averages.
         """
         wrapper: Any = self
         if isinstance(self._guard, DivergenceGuard) and not wrapper._join_config.enable:
@@ -97,6 +96,6 @@ class GuardedModule:
 
     @property
     def _sends_buffers(self) -> bool:
-        """Whether each forward makes the buffers rank 0's, or what a hook makes of them."""
+        """Whether each forward overwrites the buffers with rank 0's, or with the result of a hook."""
         wrapper: Any = self
         return bool(getattr(wrapper, "forward_sync_buffers", wrapper.broadcast_buffers))

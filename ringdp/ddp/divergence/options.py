@@ -21,9 +21,9 @@ class GuardOptions:
     """RingDP's arguments of the guard.
 
     Attributes:
-        every: steps within which a difference is found; 0: there is no guard; None: nobody asked, and there is one
-            where it costs next to nothing and where ranks are sure to be meant to have the same parameters.
-        action: what happens then.
+        every: steps within which a difference is found; 0: there is no guard; None: the default guard, where it costs
+            next to nothing and the ranks' parameters must be equal.
+        action: the action after a difference.
         ignore: patterns of names to leave out.
     """
 

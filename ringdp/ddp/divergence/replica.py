@@ -1,4 +1,4 @@
-"""What all ranks should have alike: parameters, buffers and optimizer state, by their names."""
+"""The tensors that must be equal on all ranks: parameters, buffers and optimizer state, by their names."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Replica:
         patterns: Sequence[str] = (),
         known_different: Collection[str] = (),
     ) -> Replica:
-        """What there is now.
+        """The tensors that there are now.
 
         Args:
             module: what is wrapped.
             with_buffers: False: they become rank 0's in every forward.
             ignored: raw names that RingDP leaves alone.
             patterns: of names to leave out.
-            known_different: of `names`, those that were told already.
+            known_different: of `names`, those that were reported already.
         """
         found = _Found(patterns, known_different)
         owners: dict[int, str] = {}
@@ -99,7 +99,7 @@ class _Found:
             self.names.append(name)
             self.tensors.append(tensor)
             return
-        # A DTensor's parts are compared by nobody: which ranks have the same is not known here.
+        # A DTensor's parts are not compared: which ranks have the same part is not known here.
         parts = () if is_dtensor(tensor) else held("", name, tensor).parts
         if not parts or not all(part.is_cpu for _, part in parts):
             self.left_out.append(name)

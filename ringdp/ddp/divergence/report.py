@@ -1,4 +1,4 @@
-"""Which tensors differ, on which ranks: a comparison of every tensor's hash, once something is known to differ."""
+"""The tensors that differ, and their ranks: a comparison of every tensor's hash, once some hash is known to differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.text import count
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that not all ranks have alike.
+    """One tensor that is not equal on all ranks.
 
     Attributes:
         name: as `Replica.names` has it.
@@ -41,25 +41,25 @@ class Difference:
     def __str__(self) -> str:
         missing = [rank for rank, one in enumerate(self.hashes) if not one]
         if missing:
-            return f"{self.name} is missing on {ranks_in_words(missing)}"
+            return f"{self.name} is missing on {describe_ranks(missing)}"
         if 2 * len(self.majority) == len(self.hashes):
-            return f"{self.name} differs between {ranks_in_words(self.majority)} and {ranks_in_words(self.minority)}"
-        return f"{self.name} on {ranks_in_words(self.minority)} differs from that on {ranks_in_words(self.majority)}"
+            return f"{self.name} differs between {describe_ranks(self.majority)} and {describe_ranks(self.minority)}"
+        return f"{self.name} on {describe_ranks(self.minority)} differs from that on {describe_ranks(self.majority)}"
 
 
 def compare(replica: Replica, hashes: Sequence[int], group: dist.ProcessGroup) -> list[Difference]:
     """The tensors that differ, in the order of the module; all ranks of the group call it and get the same."""
     lines = [f"{name}\t{hash:016x}" for name, hash in zip(replica.names, hashes, strict=True)]
-    told = all_gather_where_different("\n".join(lines).encode(), group, what="replica")
-    if told is None:
+    gathered = all_gather_where_different("\n".join(lines).encode(), group, what="replica")
+    if gathered is None:
         return []
-    by_rank = [dict(line.rsplit("\t", 1) for line in text.decode().split("\n") if line) for text in told]
+    by_rank = [dict(line.rsplit("\t", 1) for line in text.decode().split("\n") if line) for text in gathered]
     names = dict.fromkeys(name for known in by_rank for name in known)
     found = [Difference(name, tuple(known.get(name, "") for known in by_rank)) for name in names]
     return [one for one in found if len(set(one.hashes)) > 1]
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     """``rank 2``, ``ranks 0, 1, 3``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 

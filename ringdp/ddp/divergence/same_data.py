@@ -1,7 +1,8 @@
-"""Whether all ranks compute the same gradients: then they read the same samples, and all but one compute for nothing.
+"""Finds out whether all ranks compute the same gradients. Then they read the same samples, and all but one of them are
+of no use.
 
-With what the ranks tell each other about their steps travels a hash of some bytes of each bucket, as they were before
-they were averaged, of all steps since the last time (csrc/torch/reducer/step_report.h).
+The message that the ranks exchange about their steps has a hash of some bytes of each bucket before it was averaged, of
+all steps since the last message (csrc/torch/reducer/step_report.h).
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ class SameData:
 
     def __init__(self) -> None:
         self._alike = 0
-        self._told = False
+        self._warned = False
 
-    def hear(self, rank: int, step: int, told: Sequence[bytes]) -> None:
-        """What all ranks gave, by rank, in the backward after step `step`. Rank 0 says once that they are all alike.
+    def receive(self, rank: int, step: int, gathered: Sequence[bytes]) -> None:
+        """Take all ranks' hashes in the backward after step `step`. Rank 0 warns once that they are all equal.
 
         Args:
             rank: this one.
-            step: the last one that is told.
-            told: by rank.
+            step: the last step that the hashes cover.
+            gathered: the hashes, by rank.
         """
-        if self._told or len(told) < 2:
+        if self._warned or len(gathered) < 2:
             return
-        _, steps = _PACKED.unpack(told[0])
-        if steps == 0 or any(one != told[0] for one in told):
+        _, steps = _PACKED.unpack(gathered[0])
+        if steps == 0 or any(one != gathered[0] for one in gathered):
             self._alike = 0
             return
         self._alike += steps
         if self._alike < _LEAST_STEPS:
             return
-        self._told = True
+        self._warned = True
         if rank == 0:
             _log.warning(
                 "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"
-                " the same data? Then they train no faster than one. Give each rank samples of its own:"
-                " torch.utils.data.DistributedSampler or ringdp.data.BalancedSampler; of an IterableDataset every"
-                " world_size-th sample, from number rank on. This appears once; guard_every=0 leaves it out.",
-                len(told),
+                " the same data? Give each rank samples of its own: torch.utils.data.DistributedSampler or"
+                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th sample, from number rank on."
+                " Logged once; guard_every=0 turns it off.",
+                len(gathered),
                 self._alike,
                 step,
             )

@@ -1,8 +1,8 @@
-"""The collectives that are measured: what each does, what must come out, and what its bandwidth means.
+"""The collectives that are measured, each with its expected result and the meaning of its bandwidth.
 
 A new one is a class here and its name in `COLLECTIVES`. Sizes and bus bandwidth are those of nccl-tests
 (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the size is that of the larger of input and output of a
-rank, and busbw is algbw times a factor, so that it is what a link carries at best, whatever the number of ranks.
+rank, and busbw is algbw times a factor, so that it is the rate of a link at best, for any number of ranks.
 
 The element i of rank r is (i + r) mod 3 before a check, so that a sum of 80 ranks is exact in every type.
 """
@@ -26,12 +26,12 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 OPERATIONS = ("sum", "avg", "max", "min")
 SENTINEL = 77
-"""In outputs before a check: what nobody wrote is seen."""
+"""Fill outputs with this before a check, to detect elements that were not written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and on what a collective runs.
+    """The ranks, tensors and arguments of a collective.
 
     Attributes:
         rank, ranks: this process and how many there are.
@@ -85,8 +85,8 @@ class Task:
         count: elements, as nccl-tests counts them.
         size_bytes: of the larger of input and output.
         call: does it on a group.
-        inputs: what a call reads, with the function that fills it for a check.
-        expected: what a call must leave, with the function that says it; tensors of `inputs` may be among them.
+        inputs: tensors that a call reads, each with the function that fills it for a check.
+        expected: tensors that a call writes, each with the function that gives its right values; may be among `inputs`.
     """
 
     count: int
@@ -96,14 +96,14 @@ class Task:
     expected: list[tuple[Tensor, Callable[[], Tensor]]]
 
     def fill(self) -> None:
-        """As it has to be before a call whose result is checked."""
+        """Fill inputs and outputs before a call whose result is checked."""
         for tensor, _ in self.expected:
             tensor.fill_(SENTINEL)
         for tensor, content in self.inputs:
             tensor.copy_(content())
 
     def rest(self) -> None:
-        """As it may be before timed calls: zeros stay zeros, however often they are reduced."""
+        """Fill inputs before timed calls: zeros stay zeros, however often they are reduced."""
         for tensor, _ in (*self.inputs, *self.expected):
             tensor.zero_()
 
@@ -121,7 +121,7 @@ class Task:
 
 
 class Collective(Protocol):
-    """What a class of this file has."""
+    """The methods of a class in this file."""
 
     reduces: bool
     rooted: bool
@@ -142,7 +142,7 @@ def _count(size_bytes: int, place: Place, parts: int = 1) -> int:
 
 
 class AllReduce:
-    """Everybody gets the sum."""
+    """Each rank gets the sum."""
 
     reduces, rooted = True, False
 
@@ -162,7 +162,7 @@ class AllReduce:
 
 
 class AllGather:
-    """Everybody gets everything."""
+    """Each rank gets the inputs of all."""
 
     reduces, rooted = False, False
 
@@ -182,7 +182,7 @@ class AllGather:
 
 
 class ReduceScatter:
-    """Each gets a part of the sum."""
+    """Each rank gets a part of the sum."""
 
     reduces, rooted = True, False
 
@@ -202,7 +202,7 @@ class ReduceScatter:
 
 
 class Broadcast:
-    """Everybody gets what the root has."""
+    """Each rank gets the root's input."""
 
     reduces, rooted = False, True
 
@@ -242,7 +242,7 @@ class Reduce:
 
 
 class Gather:
-    """The root gets everything."""
+    """The root gets the inputs of all."""
 
     reduces, rooted = False, True
 
@@ -263,7 +263,7 @@ class Gather:
 
 
 class Scatter:
-    """Each gets a part of what the root has."""
+    """Each rank gets a part of the root's input."""
 
     reduces, rooted = False, True
 
@@ -284,7 +284,7 @@ class Scatter:
 
 
 class AllToAll:
-    """Each gets a part of what everybody has."""
+    """Each rank gets a part of every rank's input."""
 
     reduces, rooted = False, False
 
@@ -304,7 +304,7 @@ class AllToAll:
 
 
 class SendReceive:
-    """Each sends to the next rank and receives from the one before, at the same time."""
+    """Each rank sends to the next one and receives from the one before, at the same time."""
 
     reduces, rooted = False, False
 
@@ -334,7 +334,7 @@ class SendReceive:
 
 
 class Barrier:
-    """Nobody goes on before all have come; it has no size."""
+    """Each rank waits until all have come; it has no size."""
 
     reduces, rooted = False, False
 

@@ -34,7 +34,7 @@ AFTER_FAILURE_S = 10.0
 """Seconds that ranks of this host have to end when one of them has failed."""
 
 _ABOUT = """\
-Measure collectives through torch.distributed, with nccl-tests' columns, side by side, and compare what comes out.
+Measure collectives through torch.distributed, with nccl-tests' columns, side by side, and compare their results.
 
   python -m ringdp bench -n 4                             all-reduce on four ranks of this host
   python -m ringdp bench -n 2 --backend ring,gloo         beside gloo, in turns
@@ -65,7 +65,7 @@ def add_parsers(commands: Any) -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--collective", default="all_reduce", type=_collectives, help=f"all, or of {', '.join(NAMES)}")
     what.add_argument("--backend", default="ring", type=_backends, help="of ring, gloo, nccl; comma-separated (ring)")
-    what.add_argument("--codec", default=[], type=_words, help="also ring with these compressors: int8,topk,powersgd")
+    what.add_argument("--codec", default=[], type=_split, help="also ring with these compressors: int8,topk,powersgd")
     what.add_argument("--sizes", type=_sizes, help=f"bytes, comma-separated ({SIZES}), or:")
     what.add_argument("-b", "--begin", type=_size, metavar="SIZE", help="the first size")
     what.add_argument("-e", "--end", type=_size, metavar="SIZE", help="the last size")
@@ -97,7 +97,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for; the exit code. Errors are printed as one sentence."""
+    """Run the command; the exit code. Errors are printed as one sentence."""
     try:
         problem = _problem(args)
         if problem:
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    """What is wrong with the command line; None when nothing is. The same on all ranks."""
+    """The problem with the command line; None without one. The same on all ranks."""
     if problem := starting.problem(args):
         return problem
     if not 0 < args.seconds < math.inf:
@@ -201,7 +201,7 @@ def _measure_local(args: argparse.Namespace) -> int:
             multiprocessing.connection.wait([it.sentinel for it in ranks])
             while not any(it.exitcode for it in ranks) and any(it.exitcode is None for it in ranks):
                 multiprocessing.connection.wait([it.sentinel for it in ranks if it.exitcode is None])
-            deadline = time.monotonic() + AFTER_FAILURE_S  # the others have something to say, too
+            deadline = time.monotonic() + AFTER_FAILURE_S  # the other ranks print their errors, too
             for it in ranks:
                 it.join(max(0.0, deadline - time.monotonic()))
             codes = [it.exitcode for it in ranks if it.exitcode]
@@ -235,7 +235,9 @@ def _measure_here(args: argparse.Namespace, **place: Any) -> int:
     import ringdp
     from ringdp.job.process_group import shutdown
 
-    cuda = _wants_cuda(args) and torch.cuda.is_available()  # where it is not, all ranks hear of it once they have met
+    cuda = (
+        _wants_cuda(args) and torch.cuda.is_available()
+    )  # where it is not, the error is raised on all ranks after the rendezvous
     ringdp.init("ring", device="cuda" if cuda else "cpu", timeout=120, **place)
     try:
         return _measure(args)
@@ -254,8 +256,8 @@ def _measure(args: argparse.Namespace) -> int:
     settings = config.RingConfig.from_environment()
     world = byte_collectives.require_member(None, "bench")
     card = json.dumps([config.host_identity(settings.host_id), _of_this_rank(args)]).encode()
-    everyone = [json.loads(told) for told in byte_collectives.all_gather_bytes(card, world)]
-    if problem := next((told for _, told in everyone if told), None):
+    everyone = [json.loads(one) for one in byte_collectives.all_gather_bytes(card, world)]
+    if problem := next((theirs for _, theirs in everyone if theirs), None):
         if dist.get_rank() == 0:
             sys.stderr.write(f"python -m ringdp bench: {problem}\n")
         return 2
@@ -284,7 +286,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _of_this_rank(args: argparse.Namespace) -> str | None:
-    """What this rank cannot do of what was asked for; all ranks hear of it before anything is measured."""
+    """The problem of this rank with the command line; all ranks exchange theirs before anything is measured."""
     import torch
     import torch.distributed as dist
 
@@ -353,7 +355,7 @@ def _write(args: argparse.Namespace, layout: HostLayout, rows: Sequence[Any]) ->
         try:
             if target is not None:
                 write(target)
-        except (OSError, ValueError) as error:  # the others are written all the same: measuring took its time
+        except (OSError, ValueError) as error:  # the other files are written all the same, since measuring takes long
             problems.append(f"to {target}: {error}")
     if problems:
         raise InvalidArgumentError("the results cannot be written " + "; ".join(problems))
@@ -366,19 +368,19 @@ def _layout(host_of_rank: Sequence[str]) -> HostLayout:
     return HostLayout(tuple(counts.values()), _cores())
 
 
-def _words(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _collectives(text: str) -> list[str]:
-    names = list(NAMES) if text == "all" else [word.replace("-", "_") for word in _words(text)]
+    names = list(NAMES) if text == "all" else [word.replace("-", "_") for word in _split(text)]
     if not names or (unknown := [name for name in names if name not in NAMES]):
         raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of all, {', '.join(NAMES)}")
     return names
 
 
 def _backends(text: str) -> list[str]:
-    names = _words(text)
+    names = _split(text)
     if not names or (unknown := [name for name in names if name not in BACKENDS]):
         raise argparse.ArgumentTypeError(f"{unknown[0] if names else text!r} is not one of {', '.join(BACKENDS)}")
     return list(dict.fromkeys(names))

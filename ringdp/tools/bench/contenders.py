@@ -1,4 +1,4 @@
-"""Who does a collective: a backend of torch.distributed, or ring with a compressor between."""
+"""The contenders for a collective: a backend of torch.distributed, or ring with a compressor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NotSupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What came out of a checked call.
+    """The result of a checked call.
 
     Attributes:
         wrong: elements of this rank that are not as they have to be.
@@ -51,7 +51,7 @@ class Work(Protocol):
         """Before timed calls."""
 
     def call(self) -> None:
-        """What is timed; `before` is called first, and is not."""
+        """The timed call; `before` is called first, and is not timed."""
 
     def before(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Check, then time: blocks of calls in turns between the contenders, and a time only for what came out right."""
+"""Check, then time: blocks of calls in turns between the contenders; wrong results are not timed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Row:
         wrong: elements on all ranks that were not right; None where the contender cannot do it.
         error: of a compressor, relative to the exact mean.
         ratio: bytes that an exact all-reduce sends over those that this one sends; None for exact ones.
-        why: what the contender says where it cannot.
+        why: the contender's reason where it cannot.
     """
 
     collective: str
@@ -102,7 +102,7 @@ def measure(
 
 
 def _prepared(collective: str, size_bytes: int, contender: Contender, place: Place) -> tuple[Row, Work | None]:
-    """A row with the checked result, and what is to be timed; None where that makes no sense."""
+    """A row with the checked result, and the call to be timed; None where it is not to be timed."""
     kind = COLLECTIVES[collective]
     name = str(place.dtype).removeprefix("torch.")
     operation, root = place.operation if kind.reduces else "none", place.root if kind.rooted else -1
@@ -168,7 +168,7 @@ def _everywhere(wrong: int) -> int:
 
 
 def _sent_bytes(work: Work) -> int:
-    """What all ranks send over ring in one call; 0 for another backend's."""
+    """Bytes that all ranks send over ring in one call; 0 for another backend's."""
     from ringdp import _C  # the default group need not be ring's
 
     work.before()

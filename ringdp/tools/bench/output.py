@@ -1,4 +1,4 @@
-"""What was measured, as a table with nccl-tests' columns, as JSON, as CSV, and as a picture."""
+"""The measurements as a table with nccl-tests' columns, as JSON, as CSV, and as a picture."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def text(rows: Sequence[Row], algorithm: dict[tuple[str, int], str]) -> str:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the table cannot say: who could not do what, and what was wrong."""
-    told = dict.fromkeys(f"{row.contender} cannot do {row.collective}: {row.why}" for row in rows if row.why)
+    """Lines about what the table does not show: collectives that a contender cannot do, and wrong results."""
+    gathered = dict.fromkeys(f"{row.contender} cannot do {row.collective}: {row.why}" for row in rows if row.why)
     wrong = [row for row in rows if row.wrong]
     for row in wrong:
         what = f"{row.collective} of {format_size(row.size_bytes)} {row.dtype} by {row.contender}"
-        told[f"WRONG: {what}: {row.wrong} elements are not as they have to be; it was not timed"] = None
-    return list(told)
+        gathered[f"WRONG: {what}: {row.wrong} elements are not as they have to be; it was not timed"] = None
+    return list(gathered)
 
 
 def as_json(about: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -18,10 +18,10 @@ from ringdp.tools.doctor.finding import Finding
 from ringdp.tools.doctor.host import Host, Thresholds
 
 _ABOUT = """\
-Look whether ringdp can work here, what it would use, and what would make it faster.
+Check whether ringdp can work here, which devices and networks it would use, and what would make it faster.
 
   python -m ringdp doctor                              this host: versions, cores, memory, network, limits, clock
-  python -m ringdp doctor -H node1:2,node2:2           each host, and all links: who reaches whom, how fast
+  python -m ringdp doctor -H node1:2,node2:2           each host, and all links: which ranks reach which, how fast
   ringrun -n 4 -m ringdp doctor                        the same on the ranks of a launcher; torchrun and srun, too
   python -m ringdp doctor -H a,b --min-bandwidth 900mbit --max-latency 500us
                                                        exit code 1 where a link is worse than that
@@ -55,7 +55,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for; the exit code."""
+    """Run the command; the exit code."""
     if problem := starting.problem(args):
         sys.stderr.write(f"python -m ringdp doctor: {problem}\n")
         return 2

@@ -1,4 +1,4 @@
-"""What a check says: a sentence with a verdict and, where something is to be done, what."""
+"""The result of a check: a sentence with a verdict and, where there is one, a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Verdict(enum.Enum):
     """How much a finding matters."""
 
     OK = "ok"
-    NOTE = "note"  # works, and could work better; or a fact that explains what is seen later
+    NOTE = "note"  # works, and could work better; or a fact that explains a later one
     PROBLEM = "problem"  # training will fail here, or a threshold that the user gave is missed
 
 
@@ -23,10 +23,10 @@ class Finding:
     Attributes:
         check: the name of the check, one of `registry.CHECKS` or of the checks between ranks.
         verdict: how much it matters.
-        sentence: what was found.
-        remedy: what to do about it; empty where there is nothing to do.
+        sentence: the result.
+        remedy: empty where there is nothing to do.
         facts: the same as numbers and words, for ``--json``.
-        hosts: the hosts that it holds for; empty for the host that looks, and for what concerns the job.
+        hosts: the hosts that it holds for; empty for the host that checks, and for the job.
     """
 
     check: str
@@ -42,12 +42,12 @@ class Finding:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Finding:
-        """What `as_dict` gave."""
+        """The finding of an `as_dict`."""
         return cls(**{**content, "verdict": Verdict(content["verdict"]), "hosts": tuple(content["hosts"])})
 
 
 def ok(sentence: str, **facts: Any) -> Finding:
-    """A finding about which nothing is to be done; `run_checks` adds the check's name."""
+    """A finding without a remedy; `run_checks` adds the check's name."""
     return Finding("", Verdict.OK, sentence, facts=facts)
 
 
@@ -62,7 +62,7 @@ def problem(sentence: str, remedy: str, **facts: Any) -> Finding:
 
 
 def merged(findings_by_host: Mapping[str, Iterable[Finding]]) -> list[Finding]:
-    """The findings of several hosts, by check; what hosts say alike stands there once, with all of their names."""
+    """The findings of several hosts, by check; equal ones stand there once, with the names of their hosts."""
     hosts_of: dict[tuple[str, Verdict, str, str], list[str]] = {}
     first: dict[tuple[str, Verdict, str, str], Finding] = {}
     order: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""What a check may look at: the files of /proc and /sys, the settings, and what the user asked for.
+"""The input of checks: the files of /proc and /sys, the settings, and the user's thresholds.
 
-Checks read the machine through `Host` alone. A test gives it a folder with made-up files, and so can say what happens
-on machines that it does not run on. Where a container hides a file, `read` answers None and `names` nothing.
+Checks read the machine through `Host` alone. A test gives it a folder with made-up files, and so tests other machines.
+Where a container hides a file, `read` returns None and `names` an empty list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ringdp.errors import RingError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What the user wants at least; None where that was not said.
+    """The user's thresholds; None where one was not given.
 
     Attributes:
         min_bytes_per_s: of the slowest edge between two ranks, in each direction.
@@ -46,7 +46,7 @@ class Host:
         cores: those that this process may use.
         local_ranks: of the job on this host; 1 without a launcher.
         ranks: of the job.
-        thresholds: what the user wants at least.
+        thresholds: the user's.
     """
 
     root: Path = Path("/")
@@ -72,7 +72,7 @@ class Host:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted; nothing where it is not there."""
+        """The names in a folder, sorted; empty where it is not there."""
         try:
             return sorted(os.listdir(self.root / folder.lstrip("/")))
         except OSError:
@@ -118,7 +118,7 @@ class Host:
         return threads.cgroup_quota(self.root / "proc/self/cgroup", self.root / "sys/fs/cgroup")
 
     def settings(self) -> RingConfig | str:
-        """The ``RINGDP_*`` settings, or the sentence that says what is wrong with them."""
+        """The ``RINGDP_*`` settings, or the message of their error."""
         try:
             return RingConfig.from_environment(self.environ)
         except RingError as error:
@@ -126,5 +126,5 @@ class Host:
 
     @property
     def name(self) -> str:
-        """What this host calls itself."""
+        """This host's own name."""
         return socket.gethostname()

@@ -41,17 +41,17 @@ def text(title: str, findings: Sequence[Finding], *, tables: Sequence[str] = (),
 
 
 def conclusion(findings: Sequence[Finding]) -> str:
-    """How many problems and notes there are, in one line."""
+    """The numbers of problems and notes, in one line."""
     counts = Counter(finding.verdict for finding in findings)
     words = [count(counts[verdict], name) for verdict, name in ((Verdict.PROBLEM, "problem"), (Verdict.NOTE, "note"))]
     return f"{words[0]}, {words[1]}"
 
 
 def as_json(content: dict[str, Any], findings: Sequence[Finding]) -> str:
-    """One object: ``ringdp_doctor`` (the format's number), ``ok``, ``findings``, and what `content` has."""
+    """One object: ``ringdp_doctor`` (the format's number), ``ok``, ``findings``, and the items of `content`."""
     ok = exit_code(findings) == 0
-    told = {"ringdp_doctor": FORMAT, "ok": ok, **content, "findings": [one.as_dict() for one in findings]}
-    return json.dumps(told, indent=2)
+    gathered = {"ringdp_doctor": FORMAT, "ok": ok, **content, "findings": [one.as_dict() for one in findings]}
+    return json.dumps(gathered, indent=2)
 
 
 def _lines(finding: Finding, hosts: Sequence[str]) -> list[str]:

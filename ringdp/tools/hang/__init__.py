@@ -1,1 +1,2 @@
-"""What a job did last: its ranks' dumps, what they say together, and the commands around them."""
+"""The dumps of a job's ranks: how they are asked for (`dump`), read (`dump_files`), judged (`verdict`) and shown
+(`explain`)."""

@@ -1,4 +1,4 @@
-"""What a job's dumps say together: the first operation on which the ranks part, and why."""
+"""The verdict from all dumps of a job: the first operation on which the ranks differ, and the cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from ringdp.tools.hang.dumps import Dump, Failure, Group, Job, Operation
+from ringdp.tools.hang.dump_files import Dump, Failure, Group, Job, Operation
 
 # Code that is not the user's, wherever it was installed.
 _FOREIGN = re.compile(
@@ -30,7 +30,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """``paragraph`` says what happened; ``stacks`` has the code of the ranks that it names, by rank."""
+    """``paragraph`` is the explanation; ``stacks`` has the stacks of the ranks that it names, by rank."""
 
     paragraph: str
     guilty: tuple[int, ...]
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def judge(job: Job) -> Verdict:
-    """The verdict; of several things that went wrong, the one that explains the others."""
+    """The verdict; of several faults, the one that explains the others."""
     waits = find_waits(job)
     for found in (_disagreement(job), _death(job), _deadlock(job, waits), _stuck(job, waits), _failure(job)):
         if found is not None:
@@ -47,7 +47,7 @@ def judge(job: Job) -> Verdict:
 
 
 def find_waits(job: Job) -> list[Wait]:
-    """Who waits for whom, by the operations that the one has called and the other has not."""
+    """The ranks that wait, and for which rank: by operations that the one has called and the other has not."""
     waits: list[Wait] = []
     for dump in job.dumps.values():
         for it in dump.operations:
@@ -65,7 +65,7 @@ def find_waits(job: Job) -> list[Wait]:
 
 def _has_called(dump: Dump, it: Operation) -> bool:
     called = dump.of_group(it.group)
-    # What is older than all that it remembers was called.
+    # Operations older than all recorded ones were called.
     return it.sequence in called or (bool(called) and it.sequence < min(called))
 
 
@@ -99,7 +99,7 @@ def _disagreement(job: Job) -> Verdict | None:
         f"The ranks disagree about operation #{sequence} of {group_name(group, job)}: {words}. {what} "
         "All members of a group must call the same operations in the same order."
     )
-    # The fewest; of as many against as many nobody knows who is right.
+    # The fewest; of two equally large groups it is not known which is right.
     guilty = sorted(rank for _, ranks in parts if len(ranks) == len(parts[0][1]) for rank in ranks)
     stacks = {ranks[0]: _called_at(here[ranks[0]]) for _, ranks in parts}
     return Verdict(paragraph, tuple(guilty), stacks)
@@ -199,7 +199,7 @@ def _cycle(by_rank: dict[int, list[Wait]]) -> list[Wait]:
 
 
 def _stuck(job: Job, waits: Sequence[Wait]) -> Verdict | None:
-    """A rank that has not called what the others wait in, and waits in nothing itself."""
+    """A rank that has not called the operation in which the others wait, and waits in none itself."""
     if not waits:
         return None
     waiting = {wait.rank for wait in waits}
@@ -217,7 +217,7 @@ def _stuck(job: Job, waits: Sequence[Wait]) -> Verdict | None:
 
 
 def _instead(job: Job, dump: Dump, wait: Wait) -> str:
-    """What a rank did in place of the operation that it owes."""
+    """The last operation of a rank in place of the one that the others wait in."""
     here = dump.of_group(wait.group.id)
     words = [f"Rank {dump.rank}"]
     if wait.group.id not in dump.groups:
@@ -258,7 +258,7 @@ def _nothing(job: Job) -> str:
 
 
 def state_of_main_thread(stacks: str) -> str:
-    """Where its main thread is, in words; empty without stacks."""
+    """The position of its main thread, as text; empty without stacks."""
     if not stacks:
         return ""
     frame = frame_of_script(stacks)

@@ -40,12 +40,12 @@ def kernel_status() -> int | None:
 
 
 def synchronised(status: int | None) -> Iterator[Finding]:
-    """By the kernel's own word. Nothing in ringdp compares clocks of hosts; logs and merged timelines do."""
+    """From the kernel's status. ringdp itself does not compare clocks of hosts; logs and merged timelines do."""
     if status is None:
         return
     if status & UNSYNCHRONISED:
         remedy = "run chrony or systemd-timesyncd; until then the times in logs of several hosts do not compare"
-        yield note("no service keeps the clock right, says the kernel", remedy, synchronised=False)
+        yield note("no service keeps the clock synchronised", remedy, synchronised=False)
     else:
         yield ok("the clock is synchronised", synchronised=True)
 

@@ -33,7 +33,7 @@ def check(host: Host) -> Iterator[Finding]:
 def found(
     built_for: str | None, *, has_driver: bool, count: int, nccl: str | None, visible: str | None
 ) -> Iterator[Finding]:
-    """What torch can use of what is there."""
+    """Whether torch can use the GPUs of this host."""
     facts = {"cuda": built_for, "gpus": count, "nccl": nccl}
     if count:
         yield ok(f"{count} GPUs, CUDA {built_for}, NCCL {nccl or 'missing'}", **facts)

@@ -34,7 +34,7 @@ def check(host: Host) -> Iterator[Finding]:
     yield from described(rows, used, settings.iface)
     yield from order(rows, used)
     if settings.advertise:
-        yield ok(f"RINGDP_ADVERTISE={settings.advertise} is told to the others first", advertise=settings.advertise)
+        yield ok(f"RINGDP_ADVERTISE={settings.advertise} is published first", advertise=settings.advertise)
 
 
 def every() -> list[Row]:
@@ -45,7 +45,7 @@ def every() -> list[Row]:
 
 
 def selected(spec: str) -> list[Row] | str:
-    """Those that a rank publishes, or the core's sentence where there is none."""
+    """The addresses that a rank publishes, or the core's message where there is none."""
     from ringdp import _C
 
     try:
@@ -70,28 +70,30 @@ def described(rows: Sequence[Row], used: Sequence[tuple[str, str]], spec: str) -
     """A finding for each address."""
     for row in rows:
         place = used.index((row["name"], row["ip"])) + 1 if (row["name"], row["ip"]) in used else None
-        words = f"{row['name']} {row['ip']}/{row['prefix_bits']}, {speed_words(row)}, MTU {row['mtu'] or 'not said'}"
+        words = f"{row['name']} {row['ip']}/{row['prefix_bits']}, {format_speed(row)}, MTU {row['mtu'] or 'not said'}"
         facts = row | {"place": place}
         if place is None:
             why = "loopback serves this host only" if row["loopback"] else f"left out by RINGDP_IFACE={spec}"
-            yield ok(f"{words}: not told to other hosts, {why}", **facts)
+            yield ok(f"{words}: not published to other hosts, {why}", **facts)
             continue
         why = f"named by RINGDP_IFACE={spec}" if spec else "it is up"
-        told = f"{words}: used between hosts, number {place} of {len(used)} ({why})"
+        gathered = f"{words}: used between hosts, number {place} of {len(used)} ({why})"
         if not row["running"]:
-            yield note(f"{told}, but it has no carrier", f"plug the cable in, or RINGDP_IFACE=^{row['name']}", **facts)
+            yield note(
+                f"{gathered}, but it has no carrier", f"plug the cable in, or RINGDP_IFACE=^{row['name']}", **facts
+            )
         elif BRIDGES.match(row["name"]) and not spec:
             remedy = f"RINGDP_IFACE=^{row['name']} saves the attempts to reach it"
-            yield note(f"{told}; its name is that of a bridge to containers of this host", remedy, **facts)
+            yield note(f"{gathered}; its name is that of a bridge to containers of this host", remedy, **facts)
         elif row["wireless"]:
-            yield note(f"{told}; it is wireless: slow, and slower at times", "use a cable", **facts)
+            yield note(f"{gathered}; it is wireless: slow, and slower at times", "use a cable", **facts)
         elif row["half_duplex"]:
             remedy = f"check cable and switch: ethtool {row['name']}; ring sends and receives at once"
-            yield note(f"{told}; it runs at half duplex", remedy, **facts)
+            yield note(f"{gathered}; it runs at half duplex", remedy, **facts)
         elif row["mtu"] is not None and row["mtu"] < 1280:
-            yield note(f"{told}; the MTU is unusually small", f"ip link set dev {row['name']} mtu 1500", **facts)
+            yield note(f"{gathered}; the MTU is unusually small", f"ip link set dev {row['name']} mtu 1500", **facts)
         else:
-            yield ok(told, **facts)
+            yield ok(gathered, **facts)
 
 
 def order(rows: Sequence[Row], used: Sequence[tuple[str, str]]) -> Iterator[Finding]:
@@ -101,14 +103,14 @@ def order(rows: Sequence[Row], used: Sequence[tuple[str, str]]) -> Iterator[Find
     for before, behind in ((a, b) for i, a in enumerate(cards) for b in cards[i + 1 :]):
         if before["name"] != behind["name"] and behind["mbit_per_s"] > before["mbit_per_s"]:
             sentence = (
-                f"{before['name']} ({speed_words(before)}) is tried before {behind['name']} ({speed_words(behind)}),"
+                f"{before['name']} ({format_speed(before)}) is tried before {behind['name']} ({format_speed(behind)}),"
                 " which is faster"
             )
             yield note(sentence, f"RINGDP_IFACE={behind['name']},{before['name']} on every host")
             return
 
 
-def speed_words(row: Row) -> str:
+def format_speed(row: Row) -> str:
     """``1 Gbit/s``."""
     speed = row["mbit_per_s"]
     if speed is None:

@@ -1,4 +1,4 @@
-"""How much this process may open, start and lock (getrlimit(2))."""
+"""The limits of descriptors, processes and locked memory (getrlimit(2))."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SMALL_SHM_BYTES = 256 << 20
 """Below this much in /dev/shm data-loader workers soon die; Docker gives 64 MiB."""
 
 LITTLE = 0.1
-"""Share of the memory that is left, from which on it is said."""
+"""The free share of the memory below which a note is given."""
 
 
 def check(host: Host) -> Iterator[Finding]:
@@ -34,14 +34,14 @@ def meminfo(text: str) -> dict[str, int]:
 
 
 def amounts(found: dict[str, int], limit: int | None) -> Iterator[Finding]:
-    """What the machine has, and what the control group allows of it."""
+    """The memory of the machine, and the control group's limit."""
     total, free = found.get("MemTotal"), found.get("MemAvailable")
     facts = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit, "swap_bytes": found.get("SwapTotal")}
     if total is None or free is None:
         return
     words = f"{format_size(free)} of {format_size(total)} memory are available"
     if free < LITTLE * total:
-        yield note(words, "end what else runs here: above the limit the kernel kills ranks", **facts)
+        yield note(words, "end other programs here: above the limit the kernel kills ranks", **facts)
     else:
         yield ok(words, **facts)
     if limit is not None and limit < total:

@@ -1,4 +1,5 @@
-"""What this host's name stands for: loopback is a trap for whoever takes the name as the place where ranks meet."""
+"""The addresses of this host's name. If the name resolves to loopback, other hosts cannot connect to it as
+MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def check(host: Host) -> Iterator[Finding]:
 
 
 def addresses_of(name: str) -> list[str] | str:
-    """All addresses of a name, or what the resolver says instead."""
+    """All addresses of a name, or the resolver's error."""
     try:
         return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError) as error:
@@ -23,7 +24,7 @@ def addresses_of(name: str) -> list[str] | str:
 
 
 def resolved(name: str, addresses: Sequence[str] | str) -> Iterator[Finding]:
-    """Whether others may be told to meet at this name."""
+    """Whether this name can serve as MASTER_ADDR."""
     if isinstance(addresses, str):
         remedy = (
             f"add a line 'ADDRESS {name}' to /etc/hosts, or use an address as MASTER_ADDR; ringdp itself needs no name"

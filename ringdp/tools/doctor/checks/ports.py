@@ -1,4 +1,4 @@
-"""Whether a rank can listen where others will look for it."""
+"""Whether a rank can listen at the addresses that it publishes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(host: Host) -> Iterator[Finding]:
 
 
 def why_not(address: str, port: int) -> str | None:
-    """Why nobody can listen there; None when it can be."""
+    """The reason for which a rank cannot listen there; None where it can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -42,8 +42,10 @@ def any_port(addresses: Sequence[str], ephemeral: str | None) -> Iterator[Findin
     """Without RINGDP_PORT_RANGE: a free one of the kernel's."""
     problems: Mapping[str, Any] = {it: why for it in addresses if (why := why_not(it, 0)) is not None}
     if problems:
-        told = ", ".join(f"{address}: {why}" for address, why in problems.items())
-        yield problem(f"a rank cannot listen ({told})", "choose other interfaces with RINGDP_IFACE", failed=problems)
+        gathered = ", ".join(f"{address}: {why}" for address, why in problems.items())
+        yield problem(
+            f"a rank cannot listen ({gathered})", "choose other interfaces with RINGDP_IFACE", failed=problems
+        )
         return
     kernel = "-".join((ephemeral or "").split()) or "the kernel's"
     words = f"ranks can listen on any port ({kernel}); a firewall between hosts has to let them through"

@@ -1,4 +1,4 @@
-"""Cores that ranks may use, their quota, NUMA nodes, and who else computes here."""
+"""Cores that ranks may use, their quota, NUMA nodes, and the load of other programs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def load(host: Host) -> Iterator[Finding]:
         return
     if others > BUSY * host.cores and host.local_ranks == 1:
         sentence = f"{others:g} processes computed or waited here on average over the last minute"
-        yield note(sentence, "look with top who computes beside the job: ranks wait for the slowest", load=others)
+        yield note(sentence, "end other programs (top shows them): ranks wait for the slowest", load=others)
 
 
 def computing_threads(host: Host) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The environment variables that change what ringdp does."""
+"""The environment variables that change ringdp's behaviour."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ringdp.tools.doctor.host import Host
 OTHERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT")
 OF_PEERS = ("NCCL_", "GLOO_", "TORCH_DISTRIBUTED_", "TORCH_NCCL_")
 OF_A_RUN = ("RINGDP_SECRET_FILE", "RINGDP_REPORT_FILE", "RINGDP_DUMP_DIR")
-"""Set by ringrun to a path of its own: they differ between hosts or ranks, and nobody chose them."""
+"""Set by ringrun to a path of its own: they differ between hosts or ranks, and the user did not choose them."""
 
 
 def chosen(host: Host) -> dict[str, str]:
-    """The variables that somebody set and that ringdp, torch's backends or thread pools read."""
+    """The variables that are set and that ringdp, torch's backends or thread pools read."""
     prefixes = ("RINGDP_", *OF_PEERS)
     return {
         name: value
@@ -32,7 +32,7 @@ def check(host: Host) -> Iterator[Finding]:
         yield problem(f"{name} is not a variable that ringdp reads", f"write {near[0]}, or unset it")
     found = chosen(host)
     if not found:
-        yield ok("no variable changes what ringdp does")
+        yield ok("no variable changes ringdp's behaviour")
     else:
         yield ok("set: " + ", ".join(f"{name}={value}" for name, value in found.items()), variables=found)
     if host.environ.get("RINGDP_RATE"):

@@ -28,7 +28,7 @@ def check(host: Host) -> Iterator[Finding]:
     system = platform.uname()
     yield ok(f"{system.system} {system.release} on {system.machine}", kernel=system.release, machine=system.machine)
     cuda = getattr(_build_info, "CUDA", None)
-    built = f"built for torch {_build_info.TORCH_VERSION} by {_build_info.COMPILER}, {_cuda_words(cuda)}"
+    built = f"built for torch {_build_info.TORCH_VERSION} by {_build_info.COMPILER}, {_describe_cuda(cuda)}"
     yield ok(built, built_for=_build_info.TORCH_VERSION, compiler=_build_info.COMPILER, cuda=cuda)
     isa = _C.isa()
     yield ok(f"kernels for {isa}; {processor_name(host) or 'a processor that does not say its name'}", isa=isa)
@@ -47,5 +47,5 @@ def processor_name(host: Host) -> str | None:
     return None
 
 
-def _cuda_words(version: str | None) -> str:
+def _describe_cuda(version: str | None) -> str:
     return f"with kernels for CUDA {version}" if version else "without CUDA"

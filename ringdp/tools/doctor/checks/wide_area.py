@@ -2,8 +2,8 @@
 
 A connection carries a receive window for each round trip, at most. Linux lets the window grow to about half of the
 largest receive buffer (tcp_adv_win_scale is 1 since Linux 6.6; older kernels give three quarters of it), so a buffer of
-B bytes carries B / 2 for each round trip. Congestion control decides what a lost packet costs: cubic halves its rate or
-nearly so, bbr keeps to what it has measured.
+B bytes carries B / 2 for each round trip. Congestion control decides the cost of a lost packet: cubic halves its rate
+or nearly so, bbr keeps its measured rate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def set_buffers(size_bytes: int) -> str:
 
 
 def buffers(receive: int | None, send: int | None) -> Iterator[Finding]:
-    """How fast a connection over 100 ms can be."""
+    """The largest rate of a connection over 100 ms."""
     if receive is None or send is None:
         return
     smaller = min(receive, send)
@@ -107,7 +107,7 @@ def switches(
     qdisc: str | None,
     control: str | None,
 ) -> Iterator[Finding]:
-    """Single settings, of which only the ones that cost something are told."""
+    """Single settings, reported only where they cost time."""
     if window_scaling == 0:
         remedy = "sysctl -w net.ipv4.tcp_window_scaling=1"
         yield note("window scaling is off: a connection carries 64 KiB for each round trip", remedy, window_scaling=0)
@@ -116,7 +116,7 @@ def switches(
         sentence = "a connection that was idle starts slowly again: between two steps each pause counts as idle"
         yield note(sentence, remedy, slow_start_after_idle=1)
     if mtu_probing == 0:
-        sentence = "a path that drops large packets without a word is not worked around (tcp_mtu_probing=0)"
+        sentence = "the kernel does not work around a path that drops large packets silently (tcp_mtu_probing=0)"
         yield ok(f"{sentence}; ringdp names such a path", mtu_probing=0)
     if control == BEST_CONTROL and qdisc is not None and qdisc not in ("fq", "fq_codel", "cake", "noqueue"):
         yield ok(f"the default queue is {qdisc}; {BEST_CONTROL} paces by itself where it is not fq", qdisc=qdisc)

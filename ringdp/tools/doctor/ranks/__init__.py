@@ -1,6 +1,6 @@
-"""What lies between the ranks of a job: whether they meet, reach each other, how fast, and whether they are alike.
+"""The checks between the ranks of a job: whether they meet, reach each other, how fast, and with equal settings.
 
-`meeting` lets ranks find each other and says who is missing, `probe` is the server and the client behind a measurement,
-`edges` says which pairs measure when and what was found, `comparison` whose versions and settings differ, `collective`
-lets ring itself meet. `session` is the order of it all.
+`meeting` is the rendezvous, which names missing ranks, `probe` the server and the client of a measurement, `edges` the
+order of pairs and their results, `comparison` the ranks' versions and settings, `collective` a rendezvous and an
+all-reduce of ring itself. `session` is the order of all of these.
 """

@@ -10,8 +10,8 @@ from typing import Any
 from ringdp.errors import RingError
 from ringdp.text import format_size, format_time
 from ringdp.tools.doctor.finding import Finding, note, ok, problem
-from ringdp.tools.doctor.ranks.edges import Matrix, rate_words
-from ringdp.tools.doctor.ranks.meeting import words
+from ringdp.tools.doctor.ranks.edges import Matrix, format_rate
+from ringdp.tools.doctor.ranks.meeting import describe_ranks
 
 CALLS = 5
 LEAST_BYTES, MOST_BYTES = 64 << 10, 25 << 20
@@ -27,7 +27,7 @@ def size_for(matrix: Matrix) -> int:
 
 
 def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """What this rank saw: seconds to meet, what carries its bytes to whom, the all-reduce; or the error in words."""
+    """This rank's result: seconds to meet, the transport to each rank, the all-reduce; or the text of the error."""
     import torch
     import torch.distributed as dist
 
@@ -54,27 +54,30 @@ def measure(size_bytes: int, timeout_s: float) -> dict[str, Any]:
     return {"met_s": met_s, "right": right, "all_reduce_s": statistics.median(times), "transports": carried}
 
 
-def findings(told: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int) -> Iterator[Finding]:
-    """What all ranks saw; `told` is by rank."""
-    failed = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
+def findings(gathered: Sequence[Mapping[str, Any]], matrix: Matrix, size_bytes: int) -> Iterator[Finding]:
+    """The findings from all ranks' results; `gathered` is by rank."""
+    failed = {rank: one["error"] for rank, one in enumerate(gathered) if "error" in one}
     if failed:
         first = min(failed)
-        sentence = f"ring did not come about on {words(sorted(failed))}; {matrix.label(first)} says: {failed[first]}"
+        sentence = (
+            f"ring was not established on {describe_ranks(sorted(failed))}; {matrix.label(first)} says: {failed[first]}"
+        )
         yield problem(sentence, "docs/reference/errors.md lists the errors", errors=failed)
         return
-    if wrong := [rank for rank, one in enumerate(told) if not one["right"]]:
-        yield problem(f"an all-reduce of ones gave something else on {words(wrong)}", "please report this", ranks=wrong)
+    if wrong := [rank for rank, one in enumerate(gathered) if not one["right"]]:
+        sentence = f"an all-reduce of ones gave a wrong result on {describe_ranks(wrong)}"
+        yield problem(sentence, "please report this", ranks=wrong)
         return
-    met_s, took_s = max(one["met_s"] for one in told), max(one["all_reduce_s"] for one in told)
-    busbw = size_bytes / took_s * 2 * (len(told) - 1) / len(told)
+    met_s, took_s = max(one["met_s"] for one in gathered), max(one["all_reduce_s"] for one in gathered)
+    busbw = size_bytes / took_s * 2 * (len(gathered) - 1) / len(gathered)
     sentence = (
         f"ring met in {format_time(met_s)}; an all-reduce of {format_size(size_bytes)} takes {format_time(took_s)}, "
     )
-    sentence += f"{rate_words(busbw)} on each link"
+    sentence += f"{format_rate(busbw)} on each link"
     yield ok(sentence, met_s=met_s, size_bytes=size_bytes, all_reduce_s=took_s, busbw_bytes_per_s=busbw)
     slow = [
         (rank, int(peer))
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(gathered)
         for peer, name in one["transports"].items()
         if matrix.host_of[rank] == matrix.host_of[int(peer)] and name == "tcp" and rank < int(peer)
     ]

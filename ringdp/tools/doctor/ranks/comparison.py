@@ -1,4 +1,4 @@
-"""Whether all ranks have the same versions and settings; who differs is named."""
+"""Whether all ranks have the same versions and settings; those that differ are named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ringdp.tools.doctor.checks import settings, versions
 from ringdp.tools.doctor.finding import Finding, Verdict, note, ok, problem
 from ringdp.tools.doctor.host import Host
-from ringdp.tools.doctor.ranks.meeting import words
+from ringdp.tools.doctor.ranks.meeting import describe_ranks
 
 MUST_AGREE = {
     "ringdp": "install the same ringdp everywhere",
@@ -22,7 +22,7 @@ MUST_AGREE = {
     "RINGDP_CUDA": "set it alike on all ranks",
     "RINGDP_TRANSPORT": "set it alike on all ranks of a host",
 }
-"""Ranks that differ in these do not meet, or would not do the same; with what to do about it."""
+"""Ranks that differ in these do not meet, or would not do the same; with a remedy."""
 
 OF_A_RANK = (
     "MASTER_ADDR",
@@ -38,7 +38,7 @@ OF_A_RANK = (
 
 @dataclasses.dataclass(frozen=True)
 class Likeness:
-    """What of a rank ought to be the same on all ranks, by name; the value as people read it."""
+    """The values that ought to be the same on all ranks, by name, as people read them."""
 
     values: Mapping[str, str]
 
@@ -80,8 +80,8 @@ def findings(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def _difference(name: str, groups: Mapping[str, Sequence[int]]) -> Finding:
-    told = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    sentence = f"{name} differs: " + ", ".join(f"{value} on {words(ranks)}" for value, ranks in told)
+    gathered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+    sentence = f"{name} differs: " + ", ".join(f"{value} on {describe_ranks(ranks)}" for value, ranks in gathered)
     facts: dict[str, Any] = {"name": name, "values": {value: list(ranks) for value, ranks in groups.items()}}
     if name in MUST_AGREE:
         return problem(sentence, MUST_AGREE[name], **facts)

@@ -1,4 +1,4 @@
-"""The edges between ranks: which are measured when, the matrix of what was found, and what to say about it."""
+"""The edges between ranks: the order of measurement, the matrix of results, and the findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAR_S = 0.01
 """Round trips from here on are those of a wide-area link, whose rate depends on TCP's buffers."""
 
 LITTLE_S = 200e-6
-"""Differences of latency below this are not worth a word."""
+"""Differences of latency below this are not reported."""
 
 CLOCKS_APART_S = 0.1
 """Offset of two hosts' clocks from which on their logs are hard to compare."""
@@ -31,15 +31,15 @@ MOST_RANKS_SHOWN = 16
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """From one rank to another; what could not be measured is None.
+    """From one rank to another; None where it could not be measured.
 
     Attributes:
         source, target: ranks.
         reached: `target` answered `source`.
         tried: addresses of `target` that did not work, with the reason.
-        bytes_per_s: what `source` sent to `target` over one connection.
+        bytes_per_s: the rate from `source` to `target` over one connection.
         latency_s: the median round trip, as `source` saw it.
-        clock_offset_s, clock_error_s: the clock of `target` minus that of `source`, and how far that may be off.
+        clock_offset_s, clock_error_s: the clock of `target` minus that of `source`, and the largest error of that.
     """
 
     source: int
@@ -112,7 +112,7 @@ def rounds(host_of: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def findings(matrix: Matrix, thresholds: Thresholds) -> Iterator[Finding]:
-    """Who does not reach whom, the slowest edge, and what the user's thresholds say."""
+    """The ranks that do not reach each other, the slowest edge, and the comparison with the user's thresholds."""
     if len(matrix.host_of) < 2:
         return
     unreached = [edge for edge in matrix.edges.values() if not edge.reached]
@@ -153,14 +153,14 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
     slowest = min(measured, key=lambda edge: rates[edge.source, edge.target])
     rate, median = rates[slowest.source, slowest.target], statistics.median(rates.values())
     names = f"{matrix.label(slowest.source)} to {matrix.label(slowest.target)}"
-    words = f"the slowest edge {where} is {names}: {rate_words(rate)}, the median is {rate_words(median)}"
+    words = f"the slowest edge {where} is {names}: {format_rate(rate)}, the median is {format_rate(median)}"
     facts = {"source": slowest.source, "target": slowest.target, "bytes_per_s": rate, "median_bytes_per_s": median}
     # Bandwidth is a matter of the links between hosts; inside one only where there are no others.
     wanted = thresholds.min_bytes_per_s if where == "between hosts" or not matrix.between_hosts() else None
     back = rates.get((slowest.target, slowest.source))
     if wanted is not None and rate < wanted:
         yield problem(
-            f"{words}; at least {rate_words(wanted)} were asked for", _link_remedy(matrix, slowest, back), **facts
+            f"{words}; at least {format_rate(wanted)} were asked for", _link_remedy(matrix, slowest, back), **facts
         )
     elif where == "between hosts" and rate < SLOW * median:
         yield note(words, _link_remedy(matrix, slowest, back), **facts)
@@ -170,11 +170,11 @@ def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresh
 
 def _link_remedy(matrix: Matrix, edge: Edge, back: float | None) -> str:
     if matrix.host_of[edge.source] == matrix.host_of[edge.target]:
-        return f"look with top who else computes on {matrix.names[edge.source]}: this edge is its own memory"
+        return f"end other programs on {matrix.names[edge.source]} (top shows them): this edge is its own memory"
     ends = f"{matrix.names[edge.source]} and {matrix.names[edge.target]}"
     words = f"look at the link of {ends} (cable, switch port, other traffic"
     if back is not None and edge.bytes_per_s and back > 2 * edge.bytes_per_s:
-        words += f"; the other direction has {rate_words(back)}"
+        words += f"; the other direction has {format_rate(back)}"
     return words + "); a ring is as fast as its slowest edge"
 
 
@@ -209,7 +209,7 @@ def _windows(matrix: Matrix) -> Iterator[Finding]:
     sentence = (
         f"{matrix.label(edge.source)} and {matrix.label(edge.target)} are {format_time(edge.latency_s or 0.0)} apart: "
     )
-    sentence += f"one connection carried {rate_words(edge.bytes_per_s or 0.0)}"
+    sentence += f"one connection carried {format_rate(edge.bytes_per_s or 0.0)}"
     remedy = f"if the link has more, {wide_area.set_buffers(max(needed, wide_area.ENOUGH_BYTES))}, and bbr against loss"
     yield note(sentence, remedy, source=edge.source, target=edge.target, latency_s=edge.latency_s)
 
@@ -242,7 +242,7 @@ def _clocks(matrix: Matrix, wanted_s: float | None) -> Iterator[Finding]:
 
 
 def tables(matrix: Matrix) -> list[str]:
-    """What was measured, from the rank of the row to that of the column; of the first ranks where there are many."""
+    """The measurements from the rank of the row to that of the column; of the first ranks where there are many."""
     shown = range(min(len(matrix.host_of), MOST_RANKS_SHOWN))
     if len(shown) < 2:
         return []
@@ -257,7 +257,7 @@ def tables(matrix: Matrix) -> list[str]:
         return f"{title}{behind}\n\n{table(['from', *(f'to {rank}' for rank in shown)], rows)}"
 
     def rate(edge: Edge | None) -> str:
-        return _or_cut(edge, lambda it: None if it.bytes_per_s is None else rate_words(it.bytes_per_s))
+        return _or_cut(edge, lambda it: None if it.bytes_per_s is None else format_rate(it.bytes_per_s))
 
     def latency(edge: Edge | None) -> str:
         return _or_cut(edge, lambda it: None if it.latency_s is None else format_time(it.latency_s))
@@ -271,7 +271,7 @@ def _or_cut(edge: Edge | None, words: Any) -> str:
     return (words(edge) or "?") if edge.reached or words(edge) else "cut"
 
 
-def rate_words(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     """As networks are sold: ``940 Mbit/s``, ``24.1 Gbit/s``."""
     bits = bytes_per_s * 8
     for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):

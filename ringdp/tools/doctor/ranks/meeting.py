@@ -1,4 +1,4 @@
-"""Where the ranks of a job find each other for the doctor: the job's own store, with a deadline for everything."""
+"""The rendezvous of a job's ranks for the doctor, in the job's own store, with a deadline for each step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LAST_S = 3.0
 
 
 class Missing(Exception):
-    """Ranks did not do in time what the others waited for.
+    """Ranks did not take part in a step in time.
 
     Attributes:
         ranks: those that did not.
-        what: what they did not do.
+        what: that step.
     """
 
     def __init__(self, ranks: Sequence[int], what: str) -> None:
-        super().__init__(f"{words(ranks)} did not {what}")
+        super().__init__(f"{describe_ranks(ranks)} did not {what}")
         self.ranks, self.what = list(ranks), what
 
 
@@ -42,7 +42,7 @@ class Meeting:
 
     @classmethod
     def of_launcher(cls, place: LaunchEnvironment, timeout_s: float, *, epoch: int = 0) -> Meeting:
-        """At the store where the launcher says.
+        """Connect to the store of the launcher's address.
 
         Raises:
             HandshakeError: the store cannot be reached or kept there.
@@ -59,16 +59,16 @@ class Meeting:
         return cls(PrefixStore(start, store), place.rank, place.world_size, timeout_s)
 
     def all_say(self, topic: str, content: Any, *, what: str, timeout_s: float | None = None) -> list[Any]:
-        """Everybody's `content` (for JSON), by rank. Raises Missing: some rank did not `what` in time."""
-        found, missing = self.whoever_says(topic, content, timeout_s=timeout_s)
+        """The `content` (for JSON) of every rank. Raises Missing: some rank did not `what` in time."""
+        found, missing = self.gather_present(topic, content, timeout_s=timeout_s)
         if missing:
             raise Missing(missing, what)
         return [found[rank] for rank in range(self.world_size)]
 
-    def whoever_says(
+    def gather_present(
         self, topic: str, content: Any, *, timeout_s: float | None = None
     ) -> tuple[dict[int, Any], list[int]]:
-        """The content of every rank that said it in time, and the other ranks."""
+        """The content of every rank that wrote it in time, and the other ranks."""
         self._rounds += 1
         key = f"{self._rounds}/{topic}"
         self._store.set(f"{key}/{self.rank}", json.dumps(content))
@@ -87,7 +87,7 @@ class Meeting:
         return found, sorted(left)
 
     def barrier(self, what: str, *, timeout_s: float | None = None) -> None:
-        """Until all ranks are here. Raises Missing: some did not `what` in time."""
+        """Wait until all ranks are here. Raises Missing: some did not `what` in time."""
         self._rounds += 1
         key = f"{self._rounds}/barrier"
         self._store.set(f"{key}/{self.rank}", "")
@@ -95,7 +95,7 @@ class Meeting:
             self._store.set(f"{key}/all", "")
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         try:
-            self._store.wait([f"{key}/all"], limit)  # and not asking again and again, which others would measure
+            self._store.wait([f"{key}/all"], limit)  # without polling, which would disturb the others' measurements
         except RuntimeError:
             missing = [rank for rank in range(self.world_size) if not self._store.check([f"{key}/{rank}"])]
             if missing:
@@ -104,7 +104,7 @@ class Meeting:
                 raise
 
     def leave(self) -> None:
-        """The end: rank 0, which may keep the store, goes last, as long as others go within a few seconds."""
+        """Leave the store: rank 0, which may keep it, leaves last, as long as the others leave within a few seconds."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
             if self.rank == 0:
@@ -112,7 +112,7 @@ class Meeting:
                 self._store.wait(everyone, timedelta(seconds=LAST_S))
 
 
-def words(ranks: Sequence[int], most: int = 8) -> str:
+def describe_ranks(ranks: Sequence[int], most: int = 8) -> str:
     """``rank 3``, ``ranks 1, 2 and 7``, ``ranks 1, 2, … (40 of them)``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -1,7 +1,7 @@
-"""A small server on each rank, and the questions that others ask it: are you there, how late is it, send me bytes.
+"""A small server on each rank, and its requests: hello, clock, bytes.
 
-Plain TCP and nothing of ring's: what these sockets reach and carry is what the network between two ranks gives one
-connection. Only who knows the job's token, which is in its store, is answered.
+Plain TCP without ring: these sockets measure the network between two ranks over one connection. The server answers only
+clients with the job's token, which is in its store.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TIME = struct.Struct("!d")
 
 @dataclass(frozen=True)
 class Reached:
-    """How another rank was reached, or not.
+    """The address at which another rank was reached, and the failed attempts.
 
     Attributes:
         address: the one that worked, ``ip:port``; empty where none did.
-        tried: what else was tried, with what the system said.
+        tried: the other attempts, with the system's errors.
     """
 
     address: str = ""
@@ -169,7 +169,7 @@ class Client:
         """
         buffer = bytearray(PIECE_BYTES)
         with self._ask(address, SEND) as connection:
-            # Closed with unread bytes, so that the kernel at the other end drops what is queued instead of sending it.
+            # Closed with unread bytes, so that the kernel at the other end drops its queue instead of sending it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             begin = time.perf_counter()
             counted_from, end = begin + seconds / 3, begin + seconds

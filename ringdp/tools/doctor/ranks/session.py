@@ -1,4 +1,4 @@
-"""The order in which the ranks of a job examine what is between them. Each stage has a deadline."""
+"""The order in which the ranks of a job examine the network between them. Each stage has a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringdp.tools.doctor.finding import Finding, Verdict, merged, problem
 from ringdp.tools.doctor.host import Host
 from ringdp.tools.doctor.ranks import collective, comparison, edges
 from ringdp.tools.doctor.ranks.edges import Edge, Matrix
-from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, words
+from ringdp.tools.doctor.ranks.meeting import Meeting, Missing, describe_ranks
 from ringdp.tools.doctor.ranks.probe import CONNECT_S, TOKEN_BYTES, Client, ProbeServer
 
 LONGEST_PROBE_S, SHORTEST_PROBE_S = 0.5, 0.06
@@ -25,14 +25,14 @@ MEETING, COMPARISON, LINKS, RING = "ranks", "versions and settings of the ranks"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a rank knows at the end.
+    """A rank's result.
 
     Attributes:
         speaks: this rank prints it.
         findings: all of them.
         hosts: the names of the hosts that were looked at.
         ranks: in the job.
-        matrix: None where the ranks did not get that far.
+        matrix: None where the ranks did not measure.
     """
 
     speaks: bool
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: float) -> Outcome:
-    """Everything: the hosts, then what lies between the ranks. Raises nothing that a network can cause.
+    """Examine the hosts, then the network between the ranks. Errors of the network are findings, not exceptions.
 
     Args:
         timeout_s: for which ranks wait for each other at each stage.
@@ -59,11 +59,11 @@ def examine(place: LaunchEnvironment, host: Host, *, timeout_s: float, seconds: 
     try:
         return session.run()
     except Missing as error:
-        late = f"{error} within {timeout_s:g} s: it died, or hangs, or lost its network in the middle"
+        late = f"{error} within {timeout_s:g} s: it died, hangs, or lost its network"
         found = problem(late, "look at the log of that rank", ranks=error.ranks)
         return session.outcome([dataclasses.replace(found, check=MEETING)], gone=error.ranks)
     except (RuntimeError, OSError) as error:  # the store's own: rank 0 has gone
-        sentence = f"the job's store at {place.init_method} has gone in the middle: {str(error).splitlines()[0]}"
+        sentence = f"the job's store at {place.init_method} was lost: {str(error).splitlines()[0]}"
         found = problem(sentence, "look at the log of rank 0, which keeps it")
         return session.outcome([dataclasses.replace(found, check=MEETING)], gone=[0])
     finally:
@@ -101,37 +101,37 @@ class _Session:
             "broken": self._broken,
             "token": secrets.token_hex(TOKEN_BYTES),
         }
-        self._cards, missing = self._meeting.whoever_says("card", card)
+        self._cards, missing = self._meeting.gather_present("card", card)
         if missing:
             return self.outcome([dataclasses.replace(self._who_is_missing(missing), check=MEETING)])
         self._compare()
         if any(card["broken"] for card in self._cards.values()):
-            return self.outcome([])  # what is wrong with its settings is a finding of that rank
+            return self.outcome([])  # a problem with its settings is a finding of that rank
         self._matrix = self._measure()
         self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
         if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
             size_bytes = collective.size_for(self._matrix)
-            told = self._meeting.all_say(
+            gathered = self._meeting.all_say(
                 "ring",
                 collective.measure(size_bytes, self._meeting.timeout_s),
                 what="meet over ring",
                 timeout_s=2 * self._meeting.timeout_s,
             )
-            self._say(RING, collective.findings(told, self._matrix, size_bytes))
+            self._say(RING, collective.findings(gathered, self._matrix, size_bytes))
         self._meeting.barrier("finish")
         return self.outcome([])
 
     def outcome(self, more: Iterable[Finding], *, gone: Sequence[int] = ()) -> Outcome:
-        """As far as this rank has come. The first rank speaks that came and has not gone since."""
+        """The outcome so far. The first rank that came and is still there prints it."""
         by_host: dict[str, list[Finding]] = {}
         for rank, name in self._names().items():
-            told = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
+            gathered = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
             known = {(one.check, one.sentence) for one in by_host.setdefault(name, [])}
             first_of_host = not known
             # The ranks of a host say the same but for their settings, so only problems of the others are news.
             by_host[name] += [
                 one
-                for one in told
+                for one in gathered
                 if first_of_host or (one.verdict is Verdict.PROBLEM and (one.check, one.sentence) not in known)
             ]
         if not by_host:
@@ -146,7 +146,7 @@ class _Session:
         )
 
     def _names(self) -> dict[int, str]:
-        """The name of the host of each rank that came; hosts of one name (containers) are told apart by a number."""
+        """The name of the host of each rank that came; hosts of one name (containers) get a number."""
         ids: dict[str, list[str]] = {}
         for _, card in sorted(self._cards.items()):
             of_name = ids.setdefault(card["host"], [])
@@ -165,7 +165,7 @@ class _Session:
     def _who_is_missing(self, missing: Sequence[int]) -> Finding:
         here = ", ".join(f"rank {rank} on {card['host']}" for rank, card in sorted(self._cards.items())[:8])
         sentence = (
-            f"{words(missing)} of {self._meeting.world_size} did not come to the store within "
+            f"{describe_ranks(missing)} of {self._meeting.world_size} did not come to the store within "
             f"{self._meeting.timeout_s:g} s; those that came: {here}"
         )
         remedy = "look whether they were started, and at their logs; --timeout waits longer"
@@ -194,10 +194,10 @@ class _Session:
             server = None
         try:
             published = [] if server is None else self._published(server)
-            told = meeting.all_say("addresses", published, what="listen for the others")
+            gathered = meeting.all_say("addresses", published, what="listen for the others")
             client = Client(token, networks)
-            mine = self._reach(client, told, host_of)
-            attempts = sum(len(it) for it in told)
+            mine = self._reach(client, gathered, host_of)
+            attempts = sum(len(it) for it in gathered)
             meeting.barrier("try the others' addresses", timeout_s=meeting.timeout_s + CONNECT_S * attempts)
             self._time(client, mine, host_of)
             own = [_packed(edge) for edge in mine.values()]
@@ -229,8 +229,8 @@ class _Session:
     def _time(self, client: Client, mine: dict[int, Edge], host_of: Sequence[int]) -> None:
         """Pair by pair: the lower rank measures, then the higher one, and no other pair uses their hosts' links.
 
-        A rank pulls bytes from the other one: what it measures is the edge towards itself. It stands in `mine` under
-        the other's number, and `_joined` puts it where it belongs.
+        A rank pulls bytes from the other one, so it measures the edge towards itself. It is in `mine` under the other's
+        number, and `_joined` moves it to its edge.
         """
         order = edges.rounds(host_of)
         seconds = max(SHORTEST_PROBE_S, min(LONGEST_PROBE_S, self._seconds / max(1, 2 * len(order))))

@@ -24,7 +24,7 @@ class Operation:
         sequence: its place in the order of the group, the same on all members; of messages and of what callbacks
             issue a number without an order.
         order: ``collective``, ``callback`` or ``message``.
-        text: kind, type, count and reduction: what members must agree on, with the name.
+        text: kind, type, count and reduction, on which members must agree, as on the name.
         call_site: the Python code that called it, a frame a line, innermost first; empty where it is not known.
     """
 
@@ -68,7 +68,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a group failed on a rank. ``guilty`` is -1 where no rank is known."""
+    """The failure of a group on a rank. ``guilty`` is -1 where no rank is known."""
 
     at_ns: int
     group: str
@@ -80,7 +80,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What one rank wrote."""
+    """The dump of one rank."""
 
     path: Path
     rank: int
@@ -106,7 +106,7 @@ class Dump:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The newest dump of each rank, and what could not be used: a sentence for each file."""
+    """The newest dump of each rank, and a sentence for each file that could not be used."""
 
     dumps: dict[int, Dump]
     problems: tuple[str, ...]
@@ -148,7 +148,7 @@ def read_job(folders: Sequence[Path]) -> Job:
     worlds = sorted({dump.world for dump in dumps.values()})
     if len(worlds) > 1:
         problems.append(
-            f"These dumps are of jobs of {' and of '.join(map(str, worlds))} ranks, so what is said here may mix them:"
+            f"These dumps are of jobs of {' and of '.join(map(str, worlds))} ranks, and the result may mix them:"
             " give the folders of one job"
         )
     return Job(dict(sorted(dumps.items())), tuple(problems))
@@ -222,7 +222,7 @@ def read(path: Path) -> Dump:
 
 
 class _Object:
-    """An object of JSON whose values have the types that they are asked for by, or ValueError says which has not."""
+    """An object of JSON with typed access to its values; a value of another type is a ValueError that names it."""
 
     def __init__(self, raw: Any) -> None:
         if not isinstance(raw, dict):
@@ -271,7 +271,7 @@ def _shown(value: Any) -> str:
 
 
 def read_note(path: Path) -> tuple[int, str] | None:
-    """The pid and the host of the process that left it (process_rank<r>.json); None where it does not say so."""
+    """The pid and the host of the process that left it (process_rank<r>.json); None where it has none."""
     try:
         who = _Object(json.loads(path.read_text()))
         return who.number("pid"), who.text("host")

@@ -1,4 +1,4 @@
-"""``python -m ringdp dump`` and ``python -m ringdp explain``."""
+"""``python -m ringdp dump``: has running ranks write their last operations and their stacks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ringdp.text import table
-from ringdp.tools.hang.dumps import Job, read_job, read_note
-from ringdp.tools.hang.verdict import Verdict, group_name, judge
+from ringdp.tools.hang.dump_files import read_note
 
 THREAD = "ringdp-dump"
-"""Waits in a process that writes dumps (csrc/engine/diagnosis.cpp)."""
+"""The thread of a process that writes dumps (csrc/engine/diagnosis.cpp)."""
 
-_MOST_NAMED = 64  # ranks, and rows of the table
 _SIGNAL_BELOW_LAST = 6  # csrc/base/signal_bell.cpp
-_DUMP = """\
+_DESCRIPTION = """\
 Let running ranks write their last operations and their stacks, beside their logs.
 
   python -m ringdp dump logs/2026-11-24_10-12-00_train      all ranks of that run on this host
@@ -31,68 +27,22 @@ Let running ranks write their last operations and their stacks, beside their log
 
 The ranks go on. On several hosts call it on each. Then: python -m ringdp explain DIR
 """
-_EXPLAIN = """\
-Say what happened, from the dumps that ranks write when a group fails, at a timeout, at SIGUSR1 or by `dump`.
-
-  python -m ringdp explain logs/2026-11-24_10-12-00_train   the newest attempt of that run
-  python -m ringdp explain hostA/logs hostB/logs            of several hosts, together
-
-Which algorithm runs for which size, and why, is another question: python -m ringdp bench --explain
-"""
 
 
 def add_parsers(commands: Any) -> None:
-    """Add both commands to the parsers of ``python -m ringdp``."""
-    raw = argparse.RawDescriptionHelpFormatter
-    dump = commands.add_parser(
-        "dump", help="let running ranks write what they do", description=_DUMP, formatter_class=raw
+    """Add the command to the parsers of ``python -m ringdp``."""
+    parser = commands.add_parser(
+        "dump",
+        help="let running ranks write their operations and stacks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    dump.add_argument("targets", nargs="+", metavar="PID|DIR", help="processes, or folders of runs")
-    dump.add_argument("--wait", type=float, default=3.0, metavar="S", help="seconds to wait for the files (3)")
-    dump.set_defaults(run=run_dump)
-    explain = commands.add_parser(
-        "explain", help="say why a job hangs or failed", description=_EXPLAIN, formatter_class=raw
-    )
-    explain.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="where dumps lie, at any depth")
-    explain.set_defaults(run=run_explain)
+    parser.add_argument("targets", nargs="+", metavar="PID|DIR", help="processes, or folders of runs")
+    parser.add_argument("--wait", type=float, default=3.0, metavar="S", help="seconds to wait for the files (3)")
+    parser.set_defaults(run=run)
 
 
-def run_explain(args: argparse.Namespace) -> int:
-    """Print the verdict; 1 where there is nothing to read."""
-    try:
-        job = read_job(args.folders)
-    except OSError as error:
-        sys.stderr.write(f"python -m ringdp explain: {error}\n")
-        return 1
-    sys.stdout.write(report(job, judge(job)) + "\n")
-    return 0
-
-
-def report(job: Job, verdict: Verdict) -> str:
-    """The verdict, a table of the groups, and the stacks of the ranks that the verdict names."""
-    parts = [verdict.paragraph]
-    if job.absent:
-        named = ", ".join(map(str, job.absent[:_MOST_NAMED]))
-        more = f" and {len(job.absent) - _MOST_NAMED} more" if len(job.absent) > _MOST_NAMED else ""
-        parts.append(f"No dump of rank{'s' if len(job.absent) > 1 else ''} {named}{more} of {job.world}.")
-    parts += job.problems
-    rows = []
-    for dump in job.dumps.values():
-        for group in dump.groups.values():
-            called = dump.of_group(group.id)
-            last = called[max(called)] if called else None
-            rows.append(
-                [group_name(group, job), str(dump.rank), last.title if last else "–", last.state if last else ""]
-            )
-    rows.sort(key=lambda row: (row[0], int(row[1])))
-    parts.append(table(["group", "rank", "last called", "state"], rows[:_MOST_NAMED]))
-    for rank, stack in verdict.stacks.items():
-        if stack:
-            parts.append(f"Rank {rank}:\n{stack}")
-    return "\n\n".join(parts)
-
-
-def run_dump(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Signal the processes and wait for their files; 1 where one did not write."""
     code = 0
     for target in args.targets:
@@ -102,7 +52,7 @@ def run_dump(args: argparse.Namespace) -> int:
             problem = ask(pid)
             if problem is None and folder is not None and not _appears(folder, files, before, args.wait):
                 problem = (
-                    f"process {pid} has written nothing new ({files}) in {folder} within {args.wait:g} s: is it"
+                    f"process {pid} has written no new file ({files}) in {folder} within {args.wait:g} s: is it"
                     " stopped, or the folder full or not writable?"
                 )
             if problem is not None:
@@ -119,7 +69,8 @@ def run_dump(args: argparse.Namespace) -> int:
 
 
 def ask(pid: int) -> str | None:
-    """Ask a process for a dump; why it was not asked, or None. A process without a handler would die of the signal."""
+    """Ask a process for a dump; the reason for which it was not asked, or None. The signal would kill a process without
+    a handler."""
     try:
         names = {Path(f"/proc/{pid}/task/{task}/comm").read_text().strip() for task in os.listdir(f"/proc/{pid}/task")}
         status = Path(f"/proc/{pid}/status").read_text()
@@ -129,7 +80,7 @@ def ask(pid: int) -> str | None:
     caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
     if THREAD not in names or not caught >> (number - 1) & 1:
         return (
-            f"process {pid} writes no dumps: it is not a rank of ringdp's, or was started without ringrun and"
+            f"process {pid} writes no dumps: it is not a rank of ringdp, or was started without ringrun and"
             " without RINGDP_DUMP_DIR"
         )
     try:
@@ -192,11 +143,3 @@ def _appears(folder: Path, files: str, before: dict[Path, int], limit_s: float) 
             return True
         time.sleep(0.02)
     return False
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """For tests: the two commands alone."""
-    parser = argparse.ArgumentParser(prog="python -m ringdp")
-    add_parsers(parser.add_subparsers(required=True, metavar="COMMAND"))
-    args = parser.parse_args(argv)
-    return int(args.run(args))

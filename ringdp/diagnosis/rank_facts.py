@@ -1,4 +1,4 @@
-"""What a rank says beside the times of its steps: where it runs, what kept it from computing, and its busiest link."""
+"""A rank's facts beside the times of its steps: its host, the times it could not compute, and its busiest link."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Carried = Mapping[int, tuple[int, float, float, int]]
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the time since the ranks told each other last. Times are in seconds.
+    """Of the time since the last message. Times are in seconds.
 
     Attributes:
         period_s: how long that is; 0: nothing is known.
@@ -42,7 +42,7 @@ class Facts:
         kernel: a number of the running kernel: ranks with the same one share its clock.
         link_to: the peer whose link was busiest; -1: no peer is reached over TCP.
         link_bytes: that arrived there.
-        link_busy_s: in which there was something to carry on it.
+        link_busy_s: in which it had bytes to carry.
         link_round_trip_s: of a packet.
         link_bytes_per_s: what the kernel measured lately, at its best.
         quota_cores: what its cgroup may use, and those around it; 0: there is no quota.
@@ -86,8 +86,8 @@ class Facts:
     def rate_at_most(self) -> float:
         """What the busiest link can carry at most, bytes a second.
 
-        Of many bytes that is what it carried. Of few the kernel's figure may be higher; it is of a burst, which
-        switches and socket buffers take faster than the link goes.
+        Of many bytes that is what it carried. Of few the kernel's figure may be higher; it is that of a burst, which
+        switches and socket buffers take faster than the link carries it.
         """
         if self.link_bytes >= _MANY_BYTES and self.link_busy_s >= _LONG_S:
             return self.rate
@@ -129,7 +129,7 @@ class FactCounters:
         )
 
     def forget_links(self) -> None:
-        """The ranks have other numbers now."""
+        """Called when the ranks have other numbers."""
         self._links = {}
 
     def _busiest(self, carried: Carried) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _text(path: str) -> str:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process; 0 where the kernel does not say."""
+    """Resident memory of this process; 0 where the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(_text(f"{_PROC}/self/statm").split()[1]) * resource.getpagesize()
     return 0

@@ -1,5 +1,5 @@
-"""What all ranks must have alike before they begin, compared; and what one rank cannot use, told to the ranks that wait
-for it in the place where they compare."""
+"""Settings that must be equal on all ranks, compared before they begin. A rank that refuses its own arguments takes
+part in the comparison with its error, which the other ranks then raise."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Found = TypeVar("Found")
 
 
 def report_refusal(error: Exception, group: dist.ProcessGroup, device: torch.device, operation: str) -> None:
-    """Take part in the `all_gather_where_different` that the other ranks are in, or come to, with this rank's error.
+    """Give this rank's error to the `all_gather_where_different` in which the other ranks are, or will be.
 
-    The caller raises the error then. Where the others do not come within a second, the log has it meanwhile.
+    The caller raises the error then. The log has the error after a second in which the others have not come.
 
     Args:
         operation: the name under which the others gather.
@@ -44,7 +44,7 @@ def report_refusal(error: Exception, group: dist.ProcessGroup, device: torch.dev
 
 
 def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
-    """Raise MismatchError where a rank has told that it refuses; `what` is what it cannot do."""
+    """Raise MismatchError where a rank gave a refusal; `what` names the call that it refused."""
     for peer, text in enumerate(gathered):
         if text.startswith(_MARK):
             reason = text.removeprefix(_MARK).decode()
@@ -52,7 +52,7 @@ def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
 
 
 class Difference(NamedTuple):
-    """The first rank that has something else, and the first line that differs: this rank's and its."""
+    """The first rank whose lines differ from this rank's, and the first such line of both."""
 
     rank: int
     peer: int
@@ -73,17 +73,17 @@ def checked_alike(
     what: str,
     doing: str,
 ) -> tuple[Found, Difference | None]:
-    """What `check` gives on this rank, and, where `lines` of it are not the same on all ranks, how they differ.
+    """The result of `check` on this rank, and the first difference where its `lines` are not equal on all ranks.
 
     Args:
         lines: names with values, "name: value".
         operation: the name under which the ranks compare.
-        what: of which the lines are, for the log.
-        doing: what a rank cannot do whose `check` raises.
+        what: the thing that the lines describe, for the log.
+        doing: the call that a rank cannot make whose `check` raises, for the others' message.
 
     Raises:
-        Exception: by `check`, as a rule InvalidArgumentError; the others learn why.
-        MismatchError: by another rank's.
+        Exception: raised by `check`, as a rule InvalidArgumentError; the others raise MismatchError with its text.
+        MismatchError: another rank's `check` raised.
     """
     try:
         found = check()
@@ -94,13 +94,13 @@ def checked_alike(
         return found, None
     own = "\n".join(lines(found))
     with named(operation):
-        told = all_gather_where_different(own.encode(), group, what=what)
-    if told is None:
+        by_rank = all_gather_where_different(own.encode(), group, what=what)
+    if by_rank is None:
         return found, None
     me = group.rank()
-    raise_refusal(told, me, doing)
-    peer = next(rank for rank, text in enumerate(told) if text != told[me])
-    mine, theirs = _first_difference(own.split("\n"), told[peer].decode().split("\n"))
+    raise_refusal(by_rank, me, doing)
+    peer = next(rank for rank, text in enumerate(by_rank) if text != by_rank[me])
+    mine, theirs = _first_difference(own.split("\n"), by_rank[peer].decode().split("\n"))
     return found, Difference(me, peer, mine, theirs, operation)
 
 
