@@ -1,5 +1,6 @@
-// Python's NamedScope: a name for the operations that a thread issues between `enter` and `exit` (`with ringdp.named("x"):`).
-// Included by the two modules (core_module.cpp with pip's pybind11, torch/bindings/process_group_bindings.cpp with torch's).
+// Python's NamedScope: a name for the operations that a thread issues between `enter` and `exit` (`with
+// ringdp.named("x"):`). Included by the two modules (core_module.cpp with pip's pybind11,
+// torch/bindings/process_group_bindings.cpp with torch's).
 #pragma once
 
 #include <pybind11/pybind11.h>

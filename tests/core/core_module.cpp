@@ -80,8 +80,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   return hold_runtime(std::make_unique<Runtime>(*store, rendezvous, std::move(options), tables));
 }
 
-// A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for what is
-// not there. What they raise passes through.
+// A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for
+// what is not there. What they raise passes through.
 class CallbackStore final : public Store {
  public:
   CallbackStore(py::function set, py::function find) : set_(std::move(set)), find_(std::move(find)) {}

@@ -1,6 +1,7 @@
-// The explorer: every state that the members of a job can reach in which ranks are lost, breadth first. What the members do is
-// the code itself (UnitProgress, MemberTurn). Here is what happens to them: a rank dies, or believes another lost, rightly or
-// wrongly; the store takes a request at some time, also one whose rank has died, and its answer comes at a later one, or never.
+// The explorer: every state that the members of a job can reach in which ranks are lost, breadth first. What the
+// members do is the code itself (UnitProgress, MemberTurn). Here is what happens to them: a rank dies, or believes
+// another lost, rightly or wrongly; the store takes a request at some time, also one whose rank has died, and its
+// answer comes at a later one, or never.
 #pragma once
 
 #include <algorithm>
@@ -187,7 +188,8 @@ class Explorer {
     });
   }
 
-  // A rank has complete results when all members have sent their parts, and may leave when all have told that they are done.
+  // A rank has complete results when all members have sent their parts, and may leave when all have told that they are
+  // done.
   void units(std::size_t at, const World& world, int place) {
     const Site& now = site(world, place);
     const uint64_t unit = now.progress.left() + 1, view = now.progress.view();

@@ -1,6 +1,6 @@
-// A channel that breaks where it is told: after so many bytes that its rank sends, of which the last ones are lost on the way.
-// What the peer's host has acknowledged can be read there, as with a connection that the network resets. CutChannel is used
-// by the thread that drives; a Cutter is shared by all channels of a rank and the test's threads.
+// A channel that breaks where it is told: after so many bytes that its rank sends, of which the last ones are lost on
+// the way. What the peer's host has acknowledged can be read there, as with a connection that the network resets.
+// CutChannel is used by the thread that drives; a Cutter is shared by all channels of a rank and the test's threads.
 #pragma once
 
 #include <linux/sockios.h>

@@ -1,5 +1,6 @@
-// A fuzzer of one page, for compilers without libFuzzer: each round is made from one seed, bytes that are right are changed
-// here and there, and whatever a round does, it may end in a ringdp::Error only. The sanitizers look for the rest.
+// A fuzzer of one page, for compilers without libFuzzer: each round is made from one seed, bytes that are right are
+// changed here and there, and whatever a round does, it may end in a ringdp::Error only. The sanitizers look for the
+// rest.
 //
 //   fuzz_x [--seconds N] [--seed N] [--rounds N]
 //

@@ -1,4 +1,5 @@
-// A buffer between bytes that nobody may touch: writes beside it are found by intact(), reads too under ASan. One thread.
+// A buffer between bytes that nobody may touch: writes beside it are found by intact(), reads too under ASan. One
+// thread.
 #pragma once
 
 #include <algorithm>

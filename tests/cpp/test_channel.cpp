@@ -1,6 +1,7 @@
-// What every channel must do, over every transport of the table (transport/registry.cpp), as it is and behind a FaultyChannel.
-// The sides are made as in a job, by SharedSetup over loopback connections, and driven as the engine drives them: `receive` of
-// a stream, `peek` and `consume` of a direct channel, and sleep in a Poller. A new transport comes in by its line in the table.
+// What every channel must do, over every transport of the table (transport/registry.cpp), as it is and behind a
+// FaultyChannel. The sides are made as in a job, by SharedSetup over loopback connections, and driven as the engine
+// drives them: `receive` of a stream, `peek` and `consume` of a direct channel, and sleep in a Poller. A new transport
+// comes in by its line in the table.
 #include <algorithm>
 #include <array>
 #include <cstring>

@@ -1,5 +1,6 @@
-// The CUDA kernels, run by the emulation in emulated_cuda/: codes, sums and residuals are to the bit what the references
-// of tests/core make of them, whatever the length and the alignment, and nothing beside the buffers is touched.
+// The CUDA kernels, run by the emulation in emulated_cuda/: codes, sums and residuals are to the bit what the
+// references of tests/core make of them, whatever the length and the alignment, and nothing beside the buffers is
+// touched.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

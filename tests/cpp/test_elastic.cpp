@@ -1,5 +1,5 @@
-// Elastic groups with ranks as threads: a rank is lost at one place after another, and the others go on as a plain group of
-// exactly those that are left would.
+// Elastic groups with ranks as threads: a rank is lost at one place after another, and the others go on as a plain
+// group of exactly those that are left would.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

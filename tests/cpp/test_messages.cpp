@@ -1,4 +1,5 @@
-// Messages between ranks that are threads, beside collectives, and the collectives with a root; on good and bad networks.
+// Messages between ranks that are threads, beside collectives, and the collectives with a root; on good and bad
+// networks.
 #include <atomic>
 #include <random>
 #include <thread>

@@ -139,7 +139,8 @@ void BlockPool::stamp(uintptr_t segment_address, Segment& segment, uintptr_t beg
   }
 }
 
-// `released` is a free range that free_ does not have; neither has it the result, which covers it and its free neighbours.
+// `released` is a free range that free_ does not have; neither has it the result, which covers it and its free
+// neighbours.
 BlockPool::Ranges::iterator BlockPool::merge(Segment& segment, Ranges::iterator released) {
   if (const auto next = std::next(released); next != segment.ranges.end() && !next->second.used) {
     free_.erase({next->second.bytes, next->first});

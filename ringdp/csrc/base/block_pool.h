@@ -1,9 +1,9 @@
-// BlockPool: blocks of memory of 4 KiB and more that cost page faults only once. Released blocks keep their pages, merge with
-// released neighbours, and serve later requests of any size. What no block has covered for kKeptSteps steps goes back to the
-// kernel, in units of one huge page.
+// BlockPool: blocks of memory of 4 KiB and more that cost page faults only once. Released blocks keep their pages,
+// merge with released neighbours, and serve later requests of any size. What no block has covered for kKeptSteps steps
+// goes back to the kernel, in units of one huge page.
 //
-// Memory is mapped in segments aligned to 2 MiB with MADV_HUGEPAGE; where the kernel has no huge pages the pages are ordinary
-// ones. It is private: a forked child has a copy-on-write copy of the blocks and of the pool.
+// Memory is mapped in segments aligned to 2 MiB with MADV_HUGEPAGE; where the kernel has no huge pages the pages are
+// ordinary ones. It is private: a forked child has a copy-on-write copy of the blocks and of the pool.
 //
 // Owned by the process-wide allocator (torch/reducer/gradient_pool.h), or by a test. Any thread.
 #pragma once

@@ -1,7 +1,7 @@
-// CoreProbe: how fast a core computes now, by a loop that is always the same and takes about a microsecond. It keeps the core's
-// floating point units busy, so it takes longer where a neighbour has them, too (the other thread of the core, perhaps another
-// virtual machine's), where the clock is low, and on a slower processor. Nothing in the kernel's accounts shows the first.
-// Value type; one for each thread that is measured.
+// CoreProbe: how fast a core computes now, by a loop that is always the same and takes about a microsecond. It keeps
+// the core's floating point units busy, so it takes longer where a neighbour has them, too (the other thread of the
+// core, perhaps another virtual machine's), where the clock is low, and on a slower processor. Nothing in the kernel's
+// accounts shows the first. Value type; one for each thread that is measured.
 #pragma once
 
 namespace ringdp {

@@ -1,7 +1,7 @@
-// Fd owns one file descriptor and closes it. Every descriptor of ringdp lives in one.
-// All open ones are listed in a process-wide registry (the one allowed global, DESIGN.md) so that a forked child, a
-// data-loader worker say, closes its copies at once: otherwise a dead rank's sockets would stay open in its children and
-// its peers would not notice the death. Any thread; one Fd is used by one thread at a time.
+// Fd owns one file descriptor and closes it. Every descriptor of ringdp lives in one. All open ones are listed in a
+// process-wide registry (the one allowed global, DESIGN.md) so that a forked child, a data-loader worker say, closes
+// its copies at once: otherwise a dead rank's sockets would stay open in its children and its peers would not notice
+// the death. Any thread; one Fd is used by one thread at a time.
 #pragma once
 
 namespace ringdp {

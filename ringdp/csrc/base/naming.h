@@ -1,5 +1,5 @@
-// The name an operation carries, and whether it is bulk: `with ringdp.named("x"):` in Python, the bucket's parameters in the reducer.
-// Thread-local: set by the thread that issues the operation, read once when it is issued.
+// The name an operation carries, and whether it is bulk: `with ringdp.named("x"):` in Python, the bucket's parameters
+// in the reducer. Thread-local: set by the thread that issues the operation, read once when it is issued.
 #pragma once
 
 #include <string>

@@ -1,6 +1,7 @@
-// The C++ stack of this process's main thread, as text. The thread is interrupted by a real-time signal and notes its own
-// addresses, as a sampling profiler does; nothing is traced from outside. A call that it sits in goes on (SA_RESTART), or ends
-// with EINTR where the kernel does not restart that call. Any thread but the main one; one at a time.
+// The C++ stack of this process's main thread, as text. The thread is interrupted by a real-time signal and notes its
+// own addresses, as a sampling profiler does; nothing is traced from outside. A call that it sits in goes on
+// (SA_RESTART), or ends with EINTR where the kernel does not restart that call. Any thread but the main one; one at a
+// time.
 #pragma once
 
 #include <cstdint>

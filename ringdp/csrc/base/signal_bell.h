@@ -1,6 +1,7 @@
-// SignalBell: wakes a thread when a signal asks this process for a dump. Signals: SIGUSR1, where it had no handler when the first
-// bell was made, and a real-time signal, for `python -m ringdp dump`. Handlers that were there stay, and a script that sets one for
-// SIGUSR1 later replaces ours. A forked child's signals do nothing. Owned by the thread that waits; `ring` from any thread.
+// SignalBell: wakes a thread when a signal asks this process for a dump. Signals: SIGUSR1, where it had no handler
+// when the first bell was made, and a real-time signal, for `python -m ringdp dump`. Handlers that were there stay,
+// and a script that sets one for SIGUSR1 later replaces ours. A forked child's signals do nothing. Owned by the thread
+// that waits; `ring` from any thread.
 #pragma once
 
 namespace ringdp {

@@ -1,5 +1,5 @@
-// Which lock guards which member, in a form that clang's -Wthread-safety checks; other compilers skip it. Mutex and MutexLock
-// are std::mutex and std::unique_lock with these annotations, which libstdc++'s own classes lack.
+// Which lock guards which member, in a form that clang's -Wthread-safety checks; other compilers skip it. Mutex and
+// MutexLock are std::mutex and std::unique_lock with these annotations, which libstdc++'s own classes lack.
 #pragma once
 
 #include <mutex>

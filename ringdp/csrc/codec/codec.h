@@ -1,9 +1,9 @@
 // Codecs: float32 elements to fewer bytes and back. Stateless, any thread; the floating-point mode is the default one
-// (kernels/float_mode.h). Every instruction set gives the same bits; docs/reference/wire_format.md has the layouts.
-// A code of `count` elements has encoded_bytes(count) bytes, whatever they hold: no length is ever read from a code, and any
-// bytes decode to something without touching memory outside it.
-// Non-finite elements survive: float16 and bfloat16 carry them, block codes mark the whole block with a NaN scale, so it
-// decodes to NaN; those within 2^-8 of the largest float may decode to infinity. Floats are aligned to 4, bytes need not be.
+// (kernels/float_mode.h). Every instruction set gives the same bits; docs/reference/wire_format.md has the layouts. A
+// code of `count` elements has encoded_bytes(count) bytes, whatever they hold: no length is ever read from a code, and
+// any bytes decode to something without touching memory outside it. Non-finite elements survive: float16 and bfloat16
+// carry them, block codes mark the whole block with a NaN scale, so it decodes to NaN; those within 2^-8 of the
+// largest float may decode to infinity. Floats are aligned to 4, bytes need not be.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +37,9 @@ struct Codec {
   // code = encode(x[0..count)).
   Encoded (*compress)(std::byte* code, const float* x, std::size_t count);
 
-  // Error feedback in the same pass: v = x + factor·residual, code = encode(v), new_residual = (v − decode(code)) / factor.
-  // `factor` is a power of two: the loss scale, where residuals are kept without it. new_residual may be residual.
-  // Blocks that are not finite leave new_residual = residual.
+  // Error feedback in the same pass: v = x + factor·residual, code = encode(v), new_residual = (v − decode(code)) /
+  // factor. `factor` is a power of two: the loss scale, where residuals are kept without it. new_residual may be
+  // residual. Blocks that are not finite leave new_residual = residual.
   Encoded (*compress_with_feedback)(std::byte* code, const float* x, const float* residual, float* new_residual,
                                     float factor, std::size_t count);
 

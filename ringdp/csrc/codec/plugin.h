@@ -1,5 +1,5 @@
-// Codecs from shared libraries: include/ringdp/compressor.h says what these offer. A library that was accepted stays loaded
-// as long as the process. Any thread.
+// Codecs from shared libraries: include/ringdp/compressor.h says what these offer. A library that was accepted stays
+// loaded as long as the process. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct Plugin {
   uint64_t identity = 0;  // a hash of name, version, block and the file
 };
 
-// The codec of the library at `path`: `codec_by_name` knows it from now on. The same file again, wherever it lies, is the same
-// codec. Throws Error(kValue) for a file that is not a library, that follows no version known here, or that brings another
-// codec's name.
+// The codec of the library at `path`: `codec_by_name` knows it from now on. The same file again, wherever it lies, is
+// the same codec. Throws Error(kValue) for a file that is not a library, that follows no version known here, or that
+// brings another codec's name.
 const Plugin& load_plugin(const std::string& path);
 const Plugin* find_plugin(std::string_view sha256);  // null where no such file was loaded
 

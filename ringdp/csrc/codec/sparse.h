@@ -1,11 +1,11 @@
-// Sparse codes: the elements of some magnitude, by place and value, and nothing of the others. Unlike the codes of codec.h
-// their length depends on what they hold, so what a peer sends is checked before it is used.
+// Sparse codes: the elements of some magnitude, by place and value, and nothing of the others. Unlike the codes of
+// codec.h their length depends on what they hold, so what a peer sends is checked before it is used.
 //   header: 16 bytes: uint32 kind (0 sparse, 1 dense), uint32 entries, float32 scale, uint32 zero; all little-endian.
-//   sparse: a byte for each block of 256 elements, how many entries it has; a byte for each entry, its place in the block,
-//           ascending; a float16 for each entry, its value / scale.
+//   sparse: a byte for each block of 256 elements, how many entries it has; a byte for each entry, its place in the
+//           block, ascending; a float16 for each entry, its value / scale.
 //   dense:  a float16 for each element: where that is shorter, or a block is full.
-// `scale` is a power of two by which the largest value fits float16; a NaN says that something was not finite, and decodes to
-// nothing but NaN. Stateless, any thread; every instruction set gives the same bytes.
+// `scale` is a power of two by which the largest value fits float16; a NaN says that something was not finite, and
+// decodes to nothing but NaN. Stateless, any thread; every instruction set gives the same bytes.
 #pragma once
 
 #include <cstddef>
@@ -28,9 +28,10 @@ struct Selected {
   std::size_t entries = 0;  // in the code
 };
 
-// v = x + factor·residual; the code has the v whose magnitude is at least `threshold` (taken as kLeastThreshold at least), of
-// those that equal it the first `equals`, and of all these the first `most`. new_residual = (v - decode(code)) / factor, may be
-// residual; where something is not finite, it means nothing. Both residuals null: without feedback.
+// v = x + factor·residual; the code has the v whose magnitude is at least `threshold` (taken as kLeastThreshold at
+// least), of those that equal it the first `equals`, and of all these the first `most`. new_residual = (v -
+// decode(code)) / factor, may be residual; where something is not finite, it means nothing. Both residuals null:
+// without feedback.
 Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
                 std::size_t most, std::size_t count, std::size_t equals = SIZE_MAX);
 
@@ -41,8 +42,8 @@ std::size_t entries(std::span<const std::byte> code);  // of a checked code; of 
 // All below: of checked codes.
 void decode_set(float* out, std::span<const std::byte> code, std::size_t count);
 
-// The code of (Σ of what the codes hold, added in their order in float32) / divisor: of the places that any of them has.
-// What its rounding loses, times `back`, is added to `lost` [count] where that is not null.
+// The code of (Σ of what the codes hold, added in their order in float32) / divisor: of the places that any of them
+// has. What its rounding loses, times `back`, is added to `lost` [count] where that is not null.
 Code merge(std::span<const std::span<const std::byte>> codes, float divisor, float* lost, float back,
            std::size_t count);
 

@@ -77,7 +77,8 @@ float estimate_threshold(const Looked& looked, std::size_t wanted) {
   constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many; of a million elements half as many
   const std::size_t blocks = (looked.count + kScanned - 1) / kScanned;
   const std::size_t step = blocks >= 256 * kLookedAt ? 2 * kLookedAt : blocks >= 64 * kLookedAt ? kLookedAt : 1;
-  // Where there is much to see, 16 bins for each of the others, so that fewer are too full; they stay in the second cache.
+  // Where there is much to see, 16 bins for each of the others, so that fewer are too full; they stay in the second
+  // cache.
   const int shift = looked.count / step >= 1u << 18 ? kShift - 4 : kShift;
   std::vector<uint32_t> histogram(std::size_t{1} << (kBits - shift));
   const std::size_t seen = look(looked, step, [&](uint32_t bits) { ++histogram[bits >> shift]; });

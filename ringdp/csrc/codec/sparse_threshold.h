@@ -14,8 +14,9 @@ struct Looked {
   std::size_t count;
 };
 
-// A magnitude that about `wanted` of the v reach, by a histogram of about one in 16 of them; 0 where none is above zero. Where
-// magnitudes are so close together that a bin of the histogram says too little, it is that of one of those looked at.
+// A magnitude that about `wanted` of the v reach, by a histogram of about one in 16 of them; 0 where none is above
+// zero. Where magnitudes are so close together that a bin of the histogram says too little, it is that of one of those
+// looked at.
 float estimate_threshold(const Looked& looked, std::size_t wanted);
 
 // The `wanted` largest are those of a magnitude above the threshold, and `equals` of those that equal it.

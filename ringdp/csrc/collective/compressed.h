@@ -1,5 +1,6 @@
-// The arguments of a compressed all-reduce: sections of a buffer, and how they are coded. See docs/reference/algorithms.md and
-// docs/reference/wire_format.md. Value types, any thread; the memory belongs to the caller until the Work is done.
+// The arguments of a compressed all-reduce: sections of a buffer, and how they are coded. See
+// docs/reference/algorithms.md and docs/reference/wire_format.md. Value types, any thread; the memory belongs to the
+// caller until the Work is done.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace ringdp {
 
-// One parameter's gradient. Its blocks are counted from its own start, and `count` and `owner_offset` alone say which rank
-// owns which part of it, so the bits do not depend on the other sections of the buffer.
+// One parameter's gradient. Its blocks are counted from its own start, and `count` and `owner_offset` alone say which
+// rank owns which part of it, so the bits do not depend on the other sections of the buffer.
 struct CompressedSection {
   float* x = nullptr;   // [count]; this rank's gradient, then the mean
   float* to = nullptr;  // [count]; where the mean goes, and `x` stays as it is; null: to `x`

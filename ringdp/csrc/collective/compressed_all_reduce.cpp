@@ -102,8 +102,9 @@ bool CompressedAllReduce::consumed(const Piece& piece) const {
   return state.done && (piece.kind == Kind::kCode || state.sends == 0);
 }
 
-// How far the peer may send: some pieces more than are used up, and what may come unasked. Between far hosts all codes: an
-// answer to what has been used up would take a round trip. They are at most as long as the code of the buffer.
+// How far the peer may send: some pieces more than are used up, and what may come unasked. Between far hosts all
+// codes: an answer to what has been used up would take a round trip. They are at most as long as the code of the
+// buffer.
 uint64_t CompressedAllReduce::widened(Incoming& in) {
   const std::vector<Piece>& pieces = in.stream->pieces;
   while (in.held < in.open && consumed(pieces[in.held])) ++in.held;

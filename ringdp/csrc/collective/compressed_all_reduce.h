@@ -1,11 +1,11 @@
-// CompressedAllReduce: the mean of all ranks' sections, as codes on the wire. Every rank (in two levels: every host) encodes
-// each part of its input once, the part's owner decodes and adds them in order, its own part as it is, divides, and encodes
-// the mean; all ranks, the owner too, decode those bytes. So 2(n-1)/n of the buffer's codes are sent, as in a ring, and nothing
-// is encoded more than twice however many ranks there are. Who sends what to whom: compressed_plan.h.
-// Error feedback adds the residual of an encoding before the next one. On the parts of other ranks it is the residual of
-// this rank's encoding, on its own parts that of the mean's. In two levels a rank keeps residuals of the parts that it
-// carries, and does not touch the others.
-// Owner and thread: as every Operation (operation.h). `report` is shared with the caller.
+// CompressedAllReduce: the mean of all ranks' sections, as codes on the wire. Every rank (in two levels: every host)
+// encodes each part of its input once, the part's owner decodes and adds them in order, its own part as it is,
+// divides, and encodes the mean; all ranks, the owner too, decode those bytes. So 2(n-1)/n of the buffer's codes are
+// sent, as in a ring, and nothing is encoded more than twice however many ranks there are. Who sends what to whom:
+// compressed_plan.h. Error feedback adds the residual of an encoding before the next one. On the parts of other ranks
+// it is the residual of this rank's encoding, on its own parts that of the mean's. In two levels a rank keeps
+// residuals of the parts that it carries, and does not touch the others. Owner and thread: as every Operation
+// (operation.h). `report` is shared with the caller.
 #pragma once
 
 #include <memory>
@@ -90,8 +90,8 @@ class CompressedAllReduce final : public Operation {
   void take_result(const Segment& segment, State& state);
 
   void look_at(const float* values, std::size_t count);  // of this rank's input
-  // Finds the elements that were not finite when the tile was encoded. `code` is the code of this rank's input, or null for
-  // the mean's.
+  // Finds the elements that were not finite when the tile was encoded. `code` is the code of this rank's input, or
+  // null for the mean's.
   void explain(const Tile& tile, const std::byte* code);
 
   const std::vector<CompressedSection> sections_;

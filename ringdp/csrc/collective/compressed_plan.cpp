@@ -12,9 +12,9 @@ constexpr std::size_t kShortestSegment = 4 * 1024;
 // Long segments cost fewer frames, short ones let the steps of a small buffer overlap.
 constexpr std::size_t kLeastSegments = 8;  // of a part, where it has so much
 
-// How many turns apart things are; the bits do not depend on it. Inside a host inputs are sent that much before their sum
-// leaves it, and results follow codes at that distance: the line is busy while a segment is on its way. Between far hosts all codes
-// go before the first result.
+// How many turns apart things are; the bits do not depend on it. Inside a host inputs are sent that much before their
+// sum leaves it, and results follow codes at that distance: the line is busy while a segment is on its way. Between
+// far hosts all codes go before the first result.
 constexpr std::size_t kLead = 2;
 constexpr std::size_t kLag = 4;
 
@@ -28,8 +28,8 @@ GroupView code_hosts(GroupView group) {
   return group;
 }
 
-// Part p of P has U/P of the U units, and one more where (p - owner_offset) mod P < U mod P: what is left over goes to other ranks for
-// other sections.
+// Part p of P has U/P of the U units, and one more where (p - owner_offset) mod P < U mod P: what is left over goes to
+// other ranks for other sections.
 std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owner_offset) {
   const auto p = static_cast<std::size_t>(parts);
   const std::size_t units = units_of(count);

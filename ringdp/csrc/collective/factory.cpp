@@ -111,8 +111,8 @@ void announce_to_others(Operation& operation, const GroupView& group) {
   for (int step = 1; step < group.size; ++step) operation.announces_to((group.rank + step) % group.size);
 }
 
-// Of a gather or scatter in a large group, on every member: a word of the root to everybody would connect it to everybody,
-// and a word of the root to its neighbours alone would not reach those who wait for another root.
+// Of a gather or scatter in a large group, on every member: a word of the root to everybody would connect it to
+// everybody, and a word of the root to its neighbours alone would not reach those who wait for another root.
 void announce_in_large_group(Operation& operation, const GroupView& group, const AlgorithmTable& table) {
   if (!goes_direct(table, group.size)) operation.announces_to_neighbours();
 }

@@ -19,8 +19,8 @@ namespace ringdp {
 // Of those whose table comes last, the callers that give none get the built-in one.
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name, const AlgorithmTable& table = {});
 // What another backend does with tensors that never come here: every member says that it begins it, and hears that the
-// others do, so that ranks which disagree about it are told. `by` is that backend's name; `layout_hash`: of anything else
-// that must agree.
+// others do, so that ranks which disagree about it are told. `by` is that backend's name; `layout_hash`: of anything
+// else that must agree.
 struct Announcement {
   Collective what = Collective::kAllReduce;
   DType dtype = DType::kFloat32;
@@ -35,12 +35,13 @@ std::unique_ptr<Operation> make_announcement(const GroupView& group, const Annou
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name,
                                            std::span<const std::byte> input = {});
-// The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see
-// compressed.h.
+// The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot
+// be: see compressed.h.
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
                                                       const Compression& compression,
                                                       std::shared_ptr<FiniteReport> report, std::string name);
-// Adds in rank order; in a large group, if it is small, in the order of the tree (tree.h). `memory` is the result on the root and stays as it is elsewhere.
+// Adds in rank order; in a large group, if it is small, in the order of the tree (tree.h). `memory` is the result on
+// the root and stays as it is elsewhere.
 std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
                                        DType dtype, ReduceOp op, int root, std::string name);
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,

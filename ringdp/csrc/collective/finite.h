@@ -32,7 +32,8 @@ class FiniteWatch {
   void own(std::span<const std::byte> input) {
     if (on()) look_at_own(input);
   }
-  // Bytes [from, upto) of `block` now hold the result. The parts of a block come in order, and may end within an element.
+  // Bytes [from, upto) of `block` now hold the result. The parts of a block come in order, and may end within an
+  // element.
   void result(std::span<const std::byte> block, std::size_t from, std::size_t upto) {
     if (on()) look_at_result(block, from, upto);
     if (staging_ != nullptr) staging_->final(block.subspan(from, upto - from));

@@ -9,7 +9,8 @@
 
 namespace ringdp {
 
-// For OperationShape::layout_hash: 0 on one host, otherwise another number for every other map. `hosts` as in GroupView.
+// For OperationShape::layout_hash: 0 on one host, otherwise another number for every other map. `hosts` as in
+// GroupView.
 uint64_t host_digest(std::span<const int> hosts);
 
 struct HostMap {

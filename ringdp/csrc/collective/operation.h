@@ -1,6 +1,6 @@
-// Operation: one collective in flight, as flows to and from the other members of its group. An algorithm derives from it,
-// says which flows there are in `prepare`, and moves on in FlowHandler's callbacks; it knows no transport and never blocks.
-// Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
+// Operation: one collective in flight, as flows to and from the other members of its group. An algorithm derives from
+// it, says which flows there are in `prepare`, and moves on in FlowHandler's callbacks; it knows no transport and
+// never blocks. Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
 #pragma once
 
 #include <atomic>
@@ -29,8 +29,8 @@ struct GroupView {
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
   bool far = false;        // a round trip between the job's hosts takes long (tables_for)
-  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the other
-  // elements of the buffer.
+  // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the
+  // other elements of the buffer.
   bool rank_order = false;
 };
 
@@ -61,7 +61,8 @@ class Operation : public FlowHandler {
   // A copy within this rank, made when the operation starts: earlier operations of the group may still write `from`.
   void copy_at_start(std::span<std::byte> to, std::span<const std::byte> from);
 
-  // An all-reduce reads its input there, of the same size, and leaves it as it is. False: this one cannot, but `copy_at_start` does.
+  // An all-reduce reads its input there, of the same size, and leaves it as it is. False: this one cannot, but
+  // `copy_at_start` does.
   virtual bool read_from(std::span<const std::byte> /*input*/) { return false; }
 
   // An all-reduce reports in `report`, which may be null, which of its elements are not finite.
@@ -77,16 +78,16 @@ class Operation : public FlowHandler {
   // Single-rank case: the buffer is input and result; it is only scanned for non-finite values.
   void look_at_start(std::span<const std::byte> memory) { only_looked_at_ = memory; }
 
-  // Work around the operation that the caller's buffers need, such as copies between strided and flat memory. The driver
-  // runs `before` when the operation starts, and `after` when it is complete and not yet reported.
+  // Work around the operation that the caller's buffers need, such as copies between strided and flat memory. The
+  // driver runs `before` when the operation starts, and `after` when it is complete and not yet reported.
   void wrap(std::function<void()> before, std::function<void()> after);
 
-  // The operation's memory mirrors that of a device, which gives the input and gets the result. Shared with the caller's
-  // Work, which waits for the device.
+  // The operation's memory mirrors that of a device, which gives the input and gets the result. Shared with the
+  // caller's Work, which waits for the device.
   void stage(std::shared_ptr<Staging> staging);
   const std::shared_ptr<Staging>& staging() const { return staging_; }
-  // The flows that are added from now on say there when their bytes move; those without room do not. All three live until the
-  // operation is over. `used`, `left_out`: of the records, read by other threads.
+  // The flows that are added from now on say there when their bytes move; those without room do not. All three live
+  // until the operation is over. `used`, `left_out`: of the records, read by other threads.
   void record_flows_in(std::span<FlowRecord> records, std::atomic<uint32_t>& used, std::atomic<uint32_t>& left_out);
   // Enough of the input has come from the device. Links may not know the operation before that: they keep early frames.
   bool can_start() const;
@@ -96,9 +97,9 @@ class Operation : public FlowHandler {
   // Sends `member` an empty frame, so that ranks that disagree about the root detect it even though no payload flows
   // between them.
   void announces_to(int member) { announce_to_.push_back(member); }
-  // The same for an operation in which few members exchange bytes: every member sends an empty frame to its two neighbours
-  // in the group's order, also where it is complete at once. If any two members disagree about the operation, then
-  // somewhere around the ring two neighbours do, and their failure spreads from there.
+  // The same for an operation in which few members exchange bytes: every member sends an empty frame to its two
+  // neighbours in the group's order, also where it is complete at once. If any two members disagree about the
+  // operation, then somewhere around the ring two neighbours do, and their failure spreads from there.
   void announces_to_neighbours() { announces_to_neighbours_ = true; }
 
   // Who sends to whom, for operations outside the group's order; null for collectives.
@@ -119,7 +120,8 @@ class Operation : public FlowHandler {
   bool conflicts(const Operation& other) const;  // both use the same memory
   bool needs(int world_rank) const;              // bytes to or from that rank are still missing
   std::string waiting_for() const;               // "rank 2 (host b, pid 7; 0 of 4096 bytes received)"
-  // The ranks of the world to or from which bytes are missing; this rank alone while its device has not given all input.
+  // The ranks of the world to or from which bytes are missing; this rank alone while its device has not given all
+  // input.
   std::vector<int> missing() const;
   uint64_t progress() const;  // grows with every byte moved
   const FlowIdentity& identity() const { return identity_; }

@@ -9,8 +9,8 @@
 namespace ringdp {
 namespace {
 
-// Between far hosts of a peer's chunk: waiting for its grant would take as long as its first bytes need to arrive. A quarter of the
-// peer's window, so that several operations have room.
+// Between far hosts of a peer's chunk: waiting for its grant would take as long as its first bytes need to arrive. A
+// quarter of the peer's window, so that several operations have room.
 constexpr uint64_t kFarEagerBytes = kEagerWindowBytes / 4;
 
 }  // namespace
@@ -129,8 +129,8 @@ void Pairwise::go_on_from(uint64_t before) {
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
 
-// A ring would round half types at each step, its order of summation follows the place in the buffer, and between far hosts
-// it takes a round trip for every two ranks.
+// A ring would round half types at each step, its order of summation follows the place in the buffer, and between far
+// hosts it takes a round trip for every two ranks.
 const AllReduceAlgorithm kPairwiseAllReduce{
     Algorithm::kPairwise,
     [](const AllReduceRequest& request) {

@@ -1,8 +1,8 @@
 // Pairwise exchange: every rank sends each chunk of its input to the chunk's owner, who adds all of them in rank order
-// (half types in float32, rounded once). That is reduce-scatter; for all-reduce the owner then sends the result to all, for
-// reduce to the root. n-1 messages per phase in one step; bytes as in a ring: (n-1)/n·S per phase (reduce: the second phase
-// is S/n to send, and (n-1)/n·S for the root to receive).
-// Owner and thread: as every Operation (operation.h).
+// (half types in float32, rounded once). That is reduce-scatter; for all-reduce the owner then sends the result to
+// all, for reduce to the root. n-1 messages per phase in one step; bytes as in a ring: (n-1)/n·S per phase (reduce:
+// the second phase is S/n to send, and (n-1)/n·S for the root to receive). Owner and thread: as every Operation
+// (operation.h).
 #pragma once
 
 #include "collective/operation.h"
@@ -13,10 +13,9 @@ namespace ringdp {
 
 class Pairwise final : public Operation {
  public:
-  // All-reduce: `chunks[c]` of the buffer in place; `out` is empty.
-  // Reduce: the same, but only the root's chunks change.
-  // Reduce-scatter: `chunks[c]` of the input, left as they are; `out` receives chunk `rank`. Of several tensors at once a chunk
-  // lies in several places, on all ranks in as many of the same sizes.
+  // All-reduce: `chunks[c]` of the buffer in place; `out` is empty. Reduce: the same, but only the root's chunks
+  // change. Reduce-scatter: `chunks[c]` of the input, left as they are; `out` receives chunk `rank`. Of several
+  // tensors at once a chunk lies in several places, on all ranks in as many of the same sizes.
   Pairwise(GroupView group, OperationShape shape, std::string name, std::vector<Scattered> chunks, Scattered out);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;

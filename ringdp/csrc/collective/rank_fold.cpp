@@ -9,12 +9,13 @@ namespace {
 
 constexpr std::size_t kPieceBytes = 16 * 1024;  // what is summed at a time: stays in the first-level cache
 
-// In all, of all peers: 8 MiB. A grant waits behind what this rank has queued for the same peer, and meanwhile the line needs
-// something to do: with two blocks of each of three peers a sum took a fifth longer than a ring at 1 Gbit.
+// In all, of all peers: 8 MiB. A grant waits behind what this rank has queued for the same peer, and meanwhile the
+// line needs something to do: with two blocks of each of three peers a sum took a fifth longer than a ring at 1 Gbit.
 constexpr std::size_t kBlocksOfAll = 64;
 constexpr std::size_t kLeastBlocks = 2;  // of a peer: one is filled while the other is added
 constexpr std::size_t kMostBlocks = 16;
-// Between far hosts, in all: 64 MiB. A path of 1 Gbit/s and 200 ms holds 25 MB in each direction, and as much waits in its queues.
+// Between far hosts, in all: 64 MiB. A path of 1 Gbit/s and 200 ms holds 25 MB in each direction, and as much waits in
+// its queues.
 constexpr std::size_t kFarBlocks = 512;
 
 std::size_t blocks_for(int size, bool far) {

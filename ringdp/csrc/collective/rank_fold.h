@@ -19,10 +19,10 @@ class RankOrderFold {
   // Frames never cross a multiple of this, so that each has its place in one of a peer's blocks.
   static constexpr std::size_t kBlockBytes = 128 * 1024;
 
-  // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here). `far`: as GroupView's, peers
-  // may send as much as a long path holds.
-  // `in_stages`: what comes in the order of the ranks is added at once, where it lies, to the sum of the ranks before it, and need
-  // not wait in a block until all have come. Then partial sums are in `out` before `folded` says so. Not of half types.
+  // `rank` of `size` is this rank's place in the order. The mean divides by `divisor` (1: not here). `far`: as
+  // GroupView's, peers may send as much as a long path holds. `in_stages`: what comes in the order of the ranks is
+  // added at once, where it lies, to the sum of the ranks before it, and need not wait in a block until all have come.
+  // Then partial sums are in `out` before `folded` says so. Not of half types.
   RankOrderFold(int rank, int size, DType dtype, ReduceOp op, int divisor, bool far = false, bool in_stages = false);
 
   // `own` and `out` may alias. With one rank they must, except for half types. Both [bytes]. All of `own` counts as
@@ -37,8 +37,8 @@ class RankOrderFold {
   std::span<std::byte> room(int member, uint64_t offset, std::size_t length);
   void received(int member, uint64_t upto) { upto_[member] = upto; }
 
-  // Folds the next bytes of the only other rank where they lie, without a copy; in stages, of any rank as many as it is the turn of.
-  // False where that cannot be done with these bytes or now; the bytes then go to their room.
+  // Folds the next bytes of the only other rank where they lie, without a copy; in stages, of any rank as many as it
+  // is the turn of. False where that cannot be done with these bytes or now; the bytes then go to their room.
   bool take(int member, uint64_t offset, std::span<const std::byte> data, uint64_t limit);
 
   // Folds what all ranks have sent, not beyond `limit`. Returns how far the result reaches.

@@ -37,10 +37,10 @@ std::span<std::byte> Ring::in_block(const Leg& leg) const {
   return slabs_[static_cast<std::size_t>(leg.slab)][static_cast<std::size_t>((group_.rank + 2 * n - 1 - leg.step) % n)];
 }
 
-// A leg is one block of one slab in one step. Both streams of a rank, to the right and from the left, carry the legs in the
-// same order, so the offset of a byte in a stream tells its slab and step. A leg can go out
-// once the leg that brings the same block has arrived (`after`), and slab s is one step behind slab s-1, so that every rank
-// has a block to send while another one is on its way to it.
+// A leg is one block of one slab in one step. Both streams of a rank, to the right and from the left, carry the legs
+// in the same order, so the offset of a byte in a stream tells its slab and step. A leg can go out once the leg that
+// brings the same block has arrived (`after`), and slab s is one step behind slab s-1, so that every rank has a block
+// to send while another one is on its way to it.
 void Ring::lay_out() {
   int slabs = static_cast<int>(slabs_.size());
   std::vector<std::size_t> last(slabs_.size());
@@ -152,8 +152,8 @@ bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data
   return true;
 }
 
-// A result that this rank does not send on, in memory that it has not read: to store it through the caches would fetch that memory
-// first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
+// A result that this rank does not send on, in memory that it has not read: to store it through the caches would fetch
+// that memory first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
 bool Ring::ends_past_caches(const Leg& leg) const {
   return input_ != 0 && leg.step == steps_ - 1 && in_total_ >= kLongBytes;
 }
@@ -194,10 +194,11 @@ namespace {
 
 constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
 
-// The ring's blocks, 0: as long as they get. Short ones are sent on from the cache. Between two ranks, over loopback, 100 MiB:
-// 36 ms, 42 with long ones. Inside a host, through shared memory, 4 ranks on 2 cores, 25 MiB: 8.0, 8.5, 9.0 ms with 64, 128,
-// 256 KiB, 10.3 with long ones; 8 ranks: 25.1, 25.7, 23.0 and 24.1. Over TCP more than two ranks on few cores work better with
-// long ones, as each can go on while others sleep (4 ranks on 2 cores, 25 MiB: 31 ms, 38 with short ones).
+// The ring's blocks, 0: as long as they get. Short ones are sent on from the cache. Between two ranks, over loopback,
+// 100 MiB: 36 ms, 42 with long ones. Inside a host, through shared memory, 4 ranks on 2 cores, 25 MiB: 8.0, 8.5, 9.0
+// ms with 64, 128, 256 KiB, 10.3 with long ones; 8 ranks: 25.1, 25.7, 23.0 and 24.1. Over TCP more than two ranks on
+// few cores work better with long ones, as each can go on while others sleep (4 ranks on 2 cores, 25 MiB: 31 ms, 38
+// with short ones).
 std::size_t ring_block_bytes(const GroupView& group) {
   if (group.size == 2) return kRingBlockBytes;
   if (layout_of(group.hosts) != Layout::kOneHost) return 0;

@@ -14,8 +14,8 @@ namespace ringdp {
 
 class Ring final : public Operation {
  public:
-  // `slabs[s][c]`: block c of slab s in place, sizes equal on all ranks. With `reduce` the blocks of all ranks are combined
-  // (all-reduce), without it block r comes from rank r (all-gather).
+  // `slabs[s][c]`: block c of slab s in place, sizes equal on all ranks. With `reduce` the blocks of all ranks are
+  // combined (all-reduce), without it block r comes from rank r (all-gather).
   Ring(GroupView group, OperationShape shape, std::string name, std::vector<std::vector<std::span<std::byte>>> slabs,
        bool reduce);
 

@@ -1,5 +1,6 @@
-// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a single place,
-// for which it allocates nothing. It owns the list of the places, not their bytes. Value type, any thread.
+// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a
+// single place, for which it allocates nothing. It owns the list of the places, not their bytes. Value type, any
+// thread.
 #pragma once
 
 #include <algorithm>

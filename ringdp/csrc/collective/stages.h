@@ -1,8 +1,7 @@
-// Stages: plain lists of all that a rank sends and receives in an operation of two levels (two_level.h). A stage is the state
-// of a block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or come from one
-// member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h, two_level_scatter.h); `TwoLevel`
-// executes them.
-// Owned by one operation, used by the thread that drives the engine.
+// Stages: plain lists of all that a rank sends and receives in an operation of two levels (two_level.h). A stage is
+// the state of a block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or
+// come from one member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h,
+// two_level_scatter.h); `TwoLevel` executes them. Owned by one operation, used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,8 @@ struct Stage {
   std::span<std::byte> memory;
   std::size_t done;  // bytes that are there
 
-  // A sum adds the inputs of `parts` ranks in order. This rank's input, at `place`, is the stage `own` or, if null, `input`.
+  // A sum adds the inputs of `parts` ranks in order. This rank's input, at `place`, is the stage `own` or, if null,
+  // `input`.
   int parts = 1;
   int place = 0;
   int divisor = 1;  // of a mean: taken here

@@ -1,11 +1,11 @@
-// Tree: a binomial tree over the members, for small buffers in groups of many members (docs/reference/algorithms.md). A member's place
-// is (rank - root) modulo n; its parent is at its place without the lowest bit that is set, so that all edges lead to members
-// at a distance of ±2^k. Up: each member adds its children's sums to its own input, nearest child first, and sends the sum to
-// its parent. Down: the root's result goes to every member along the same edges. All-reduce goes up and down (root 0), reduce
-// up, broadcast down. At most ceil(log2 n) steps each way; every member but the root sends the buffer up once, and the root
-// sends it down ceil(log2 n) times.
-// Sums of half types travel as float32 and are rounded once, by the root; a member without children sends its input as it is.
-// Owner and thread: as every Operation (operation.h).
+// Tree: a binomial tree over the members, for small buffers in groups of many members (docs/reference/algorithms.md).
+// A member's place is (rank - root) modulo n; its parent is at its place without the lowest bit that is set, so that
+// all edges lead to members at a distance of ±2^k. Up: each member adds its children's sums to its own input, nearest
+// child first, and sends the sum to its parent. Down: the root's result goes to every member along the same edges.
+// All-reduce goes up and down (root 0), reduce up, broadcast down. At most ceil(log2 n) steps each way; every member
+// but the root sends the buffer up once, and the root sends it down ceil(log2 n) times. Sums of half types travel as
+// float32 and are rounded once, by the root; a member without children sends its input as it is. Owner and thread: as
+// every Operation (operation.h).
 #pragma once
 
 #include "collective/operation.h"
@@ -18,8 +18,8 @@ class Tree final : public Operation {
   // All-reduce: `memory` in place. Reduce: `memory` is the result on the root and stays as it is elsewhere.
   // Broadcast: `memory` is sent by the root and written elsewhere.
   Tree(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory);
-  // A barrier, or another operation that ends when all members have begun it: one byte goes up and down, because an empty
-  // flow does not wait for its sender.
+  // A barrier, or another operation that ends when all members have begun it: one byte goes up and down, because an
+  // empty flow does not wait for its sender.
   Tree(GroupView group, OperationShape shape, std::string name);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;

@@ -9,8 +9,8 @@
 namespace ringdp {
 namespace {
 
-// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each. Between far hosts as many as
-// a long path holds.
+// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each. Between far
+// hosts as many as a long path holds.
 constexpr std::size_t kHeldPieces = 2;
 constexpr std::size_t kFarHeldPieces = 256;
 
@@ -44,8 +44,8 @@ void TwoLevel::prepare() {
     out_of_[static_cast<std::size_t>(stream.member)] = out_.size();
     Outgoing& out = out_.emplace_back(stream);
     out.flow = &add_send(stream.member, stream.total, 0);
-    // Of an all-reduce: its input and sums are overwritten by sums of which they are a part. A reduce-scatter has rooms that are
-    // used again.
+    // Of an all-reduce: its input and sums are overwritten by sums of which they are a part. A reduce-scatter has
+    // rooms that are used again.
     out.flow->lasting = shape.what == Collective::kAllReduce;
     make_ready(out);
   }
@@ -75,9 +75,9 @@ std::size_t TwoLevel::advance(Stage& stage) {
   return stage.done;
 }
 
-// How far the peer may send. What is copied goes into place, and what this rank only adds its own to does, too, as soon as
-// that is complete. A sum that waits for others keeps its bytes, one that passes through its own memory, too: of those only a
-// few may be open, but for what may come unasked.
+// How far the peer may send. What is copied goes into place, and what this rank only adds its own to does, too, as
+// soon as that is complete. A sum that waits for others keeps its bytes, one that passes through its own memory, too:
+// of those only a few may be open, but for what may come unasked.
 uint64_t TwoLevel::widened(Incoming& in) {
   auto holds = [](const Stage& stage) {
     if (stage.kind != Stage::Kind::kSum) return false;

@@ -1,8 +1,8 @@
-// TwoLevel: all-reduce and reduce-scatter of ranks on several hosts, of which some have several: added up inside each host,
-// then between the hosts with every rank of a host carrying its share, then (all-reduce) passed on inside the host. Of h hosts
-// each sends 2(h-1)/h of an all-reduce's buffer, however many ranks it has, and a reduce-scatter's chunk leaves a host once.
-// Plans list what each rank sends to which and in which order inputs are added: two_level_plan.h, two_level_scatter.h.
-// Owner and thread: as every Operation (operation.h).
+// TwoLevel: all-reduce and reduce-scatter of ranks on several hosts, of which some have several: added up inside each
+// host, then between the hosts with every rank of a host carrying its share, then (all-reduce) passed on inside the
+// host. Of h hosts each sends 2(h-1)/h of an all-reduce's buffer, however many ranks it has, and a reduce-scatter's
+// chunk leaves a host once. Plans list what each rank sends to which and in which order inputs are added:
+// two_level_plan.h, two_level_scatter.h. Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/host_map.h"
@@ -14,8 +14,8 @@ namespace ringdp {
 class TwoLevel final : public Operation {
  public:
   // `group` spans several hosts and has several ranks on one of them at least (Layout::kSeveralRanksPerHost).
-  // All-reduce: `chunks` is the buffer, in place, and `out` empty. Reduce-scatter: `chunks[r]` for rank r, left as they are, none
-  // empty; `out` receives this rank's.
+  // All-reduce: `chunks` is the buffer, in place, and `out` empty. Reduce-scatter: `chunks[r]` for rank r, left as
+  // they are, none empty; `out` receives this rank's.
   TwoLevel(GroupView group, OperationShape shape, std::string name, std::vector<std::span<std::byte>> chunks,
            std::span<std::byte> out);
 

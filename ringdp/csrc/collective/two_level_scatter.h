@@ -1,7 +1,7 @@
-// ReduceScatterPlan: the stages of a reduce-scatter in two levels. On its own host a chunk's owner adds up the host's parts; on
-// every other host one rank does, its carrier, in memory of its own (inputs stay as they are), and sends the sum to the owner,
-// who adds the hosts' sums in the order of the hosts. It goes block by block, so that a rank holds only a few blocks per peer.
-// Owned by one operation, whose thread uses it.
+// ReduceScatterPlan: the stages of a reduce-scatter in two levels. On its own host a chunk's owner adds up the host's
+// parts; on every other host one rank does, its carrier, in memory of its own (inputs stay as they are), and sends the
+// sum to the owner, who adds the hosts' sums in the order of the hosts. It goes block by block, so that a rank holds
+// only a few blocks per peer. Owned by one operation, whose thread uses it.
 #pragma once
 
 #include <span>

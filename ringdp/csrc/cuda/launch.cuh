@@ -1,5 +1,5 @@
-// How kernels are launched: every launch of this folder goes through launch(). Host code; any thread; the current device is
-// the stream's.
+// How kernels are launched: every launch of this folder goes through launch(). Host code; any thread; the current
+// device is the stream's.
 #pragma once
 
 #include <cuda_runtime.h>

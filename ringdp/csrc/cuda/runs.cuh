@@ -1,5 +1,5 @@
-// Many runs in one launch: a table of them travels as a parameter of the kernel (4 KB at most), so nothing is copied to the
-// device. Each block of threads takes one tile of one run.
+// Many runs in one launch: a table of them travels as a parameter of the kernel (4 KB at most), so nothing is copied
+// to the device. Each block of threads takes one tile of one run.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// How a warp reads and writes the elements and codes of a run: a step of 256 elements at a time, of which each lane has a
-// share of eight, two quads of neighbours that lie half a group apart. A group is what shares a scale, so that an int4
-// block's two elements of one byte are one lane's. All lanes of a warp make the same calls.
+// How a warp reads and writes the elements and codes of a run: a step of 256 elements at a time, of which each lane
+// has a share of eight, two quads of neighbours that lie half a group apart. A group is what shares a scale, so that
+// an int4 block's two elements of one byte are one lane's. All lanes of a warp make the same calls.
 #pragma once
 
 #include <cstddef>

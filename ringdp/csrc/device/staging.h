@@ -1,11 +1,11 @@
-// Staging: the device memory of one operation, and its mirror in this process's memory, with which the operation works. Its
-// input comes piece by piece, and its results go back piece by piece as they become final.
+// Staging: the device memory of one operation, and its mirror in this process's memory, with which the operation
+// works. Its input comes piece by piece, and its results go back piece by piece as they become final.
 //
-// Owned by the operation and its Work together. Made and filled by the thread that calls the collective, which thereby queues
-// the copies of the input; then used by the thread that drives the engine. `landed` and `queue` are for any thread once the
-// operation is over.
-// It does not own memory: the operation's buffers (Submission::keep_alive) own mirrors and tensors, and the engine keeps both
-// and this until all copies have ended, also where the operation fails (engine/pending_copies.h).
+// Owned by the operation and its Work together. Made and filled by the thread that calls the collective, which thereby
+// queues the copies of the input; then used by the thread that drives the engine. `landed` and `queue` are for any
+// thread once the operation is over. It does not own memory: the operation's buffers (Submission::keep_alive) own
+// mirrors and tensors, and the engine keeps both and this until all copies have ended, also where the operation fails
+// (engine/pending_copies.h).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,8 @@ class Staging {
 
   explicit Staging(std::unique_ptr<CopyQueue> queue) : queue_(std::move(queue)) {}
 
-  // `host` stands for as many bytes at `device`. With `reads` they are copied there now; with `writes` they are copied back.
+  // `host` stands for as many bytes at `device`. With `reads` they are copied there now; with `writes` they are copied
+  // back.
   void mirror(std::span<std::byte> host, std::byte* device, bool reads, bool writes);
   void at_end(std::function<void()> work) { at_end_.push_back(std::move(work)); }  // on the device, after the results
 

@@ -1,8 +1,8 @@
-// CallbackGate: while a thread has one, the callbacks of the operations that the thread issues do not run; they begin when it
-// is destroyed. torch runs a callback that is attached to a complete future at once, on the thread that attaches it; a
-// collective in it would then be numbered as that thread's own, not as the callback's, on some ranks and not on others. So the
-// reducer keeps a gate closed while user code (a communication hook) issues operations and attaches callbacks to them.
-// A local variable of the issuing thread; gates nest. Thread-local, like names.
+// CallbackGate: while a thread has one, the callbacks of the operations that the thread issues do not run; they begin
+// when it is destroyed. torch runs a callback that is attached to a complete future at once, on the thread that
+// attaches it; a collective in it would then be numbered as that thread's own, not as the callback's, on some ranks
+// and not on others. So the reducer keeps a gate closed while user code (a communication hook) issues operations and
+// attaches callbacks to them. A local variable of the issuing thread; gates nest. Thread-local, like names.
 #pragma once
 
 #include <condition_variable>

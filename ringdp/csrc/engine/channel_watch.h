@@ -1,6 +1,6 @@
-// ChannelWatch: what the poller watches of the channels to the peers: bytes that come, bells, and room to write in those that are
-// full. Its tokens are the peers' places in the world.
-// Owned by PeerLinks, used by it on the thread that drives the engine.
+// ChannelWatch: what the poller watches of the channels to the peers: bytes that come, bells, and room to write in
+// those that are full. Its tokens are the peers' places in the world. Owned by PeerLinks, used by it on the thread
+// that drives the engine.
 #pragma once
 
 #include <cstddef>

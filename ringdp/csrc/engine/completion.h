@@ -1,9 +1,8 @@
-// CompletionQueue: runs the callbacks of operations one after the other on a thread of its own, because a callback may take
-// Python's lock or wait for further operations, and must not stop the network.
-// Owned by the engine; `push` from any thread. An operation issued inside a callback asks `nested_key` for its number: ranks
-// run callbacks at different moments, so such operations are matched by (number of the operation called back for, index
-// within it). The callbacks of such an operation run on another thread, the next lane's, because the first callback may be
-// waiting for them.
+// CompletionQueue: runs the callbacks of operations one after the other on a thread of its own, because a callback may
+// take Python's lock or wait for further operations, and must not stop the network. Owned by the engine; `push` from
+// any thread. An operation issued inside a callback asks `nested_key` for its number: ranks run callbacks at different
+// moments, so such operations are matched by (number of the operation called back for, index within it). The callbacks
+// of such an operation run on another thread, the next lane's, because the first callback may be waiting for them.
 #pragma once
 
 #include <cstdint>
@@ -43,10 +42,10 @@ class CompletionQueue {
   std::shared_ptr<State> state_;  // also held by the lanes' threads, one of which may drop this queue's owner
 };
 
-// CallbackScope: operations that this thread issues while it lives belong to the callback with this path, whichever thread
-// that is: a callback that is attached to a complete future runs at once, where it is attached, on some ranks and on a
-// lane's thread on others. `path`: the same on all ranks for the same callback, and no other's. `lane`: of the
-// operation that is called back for.
+// CallbackScope: operations that this thread issues while it lives belong to the callback with this path, whichever
+// thread that is: a callback that is attached to a complete future runs at once, where it is attached, on some ranks
+// and on a lane's thread on others. `path`: the same on all ranks for the same callback, and no other's. `lane`: of
+// the operation that is called back for.
 class CallbackScope {
  public:
   CallbackScope(uint64_t path, int lane);

@@ -1,8 +1,8 @@
-// Diagnosis: writes what is known when something goes wrong: dumps of the recorder, and the stacks of ranks that are waited for.
-// A thread of its own writes, which neither the network nor Python can hold up: files may be slow, and Python stuck. Another one
-// asks for stacks, which may take a second.
-// Owned by the Engine, which calls `start`, `stop` and `join`; the rest from any thread, and returns at once. Nothing here throws
-// or fails an operation: a folder that cannot be written gets one log line.
+// Diagnosis: writes what is known when something goes wrong: dumps of the recorder, and the stacks of ranks that are
+// waited for. A thread of its own writes, which neither the network nor Python can hold up: files may be slow, and
+// Python stuck. Another one asks for stacks, which may take a second. Owned by the Engine, which calls `start`, `stop`
+// and `join`; the rest from any thread, and returns at once. Nothing here throws or fails an operation: a folder that
+// cannot be written gets one log line.
 #pragma once
 
 #include <cstdint>

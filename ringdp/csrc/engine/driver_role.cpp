@@ -89,8 +89,8 @@ bool DriverRole::begin_sleep() {
   return sleeping_ = true;
 }
 
-// While nothing is in flight it is the communication thread that looks at the links now and then: a peer may ask something, say
-// goodbye or be gone.
+// While nothing is in flight it is the communication thread that looks at the links now and then: a peer may ask
+// something, say goodbye or be gone.
 DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
   for (;;) {
     auto busy = [this]() RINGDP_NOT_CHECKED { return unfinished_ > 0 || left_.frames; };

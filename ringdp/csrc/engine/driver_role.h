@@ -1,8 +1,8 @@
-// DriverRole: which thread drives the engine, and how other threads wake it, wait for it and hand it requests. At most one
-// thread holds the role at a time; it changes hands under `mutex()`, so the next holder sees what the last one wrote. A
-// member of the engine's parts that belongs to the driver is marked RINGDP_GUARDED_BY(role_); the methods that touch it
-// assert that the calling thread holds the role (in builds with assertions; clang's -Wthread-safety checks the rest).
-// Owned by the Engine and used by its parts. Any thread.
+// DriverRole: which thread drives the engine, and how other threads wake it, wait for it and hand it requests. At most
+// one thread holds the role at a time; it changes hands under `mutex()`, so the next holder sees what the last one
+// wrote. A member of the engine's parts that belongs to the driver is marked RINGDP_GUARDED_BY(role_); the methods
+// that touch it assert that the calling thread holds the role (in builds with assertions; clang's -Wthread-safety
+// checks the rest). Owned by the Engine and used by its parts. Any thread.
 #pragma once
 
 #include <atomic>
@@ -48,8 +48,8 @@ class RINGDP_CAPABILITY("role") DriverRole {
     } leaving{*this, lock};
     action();
   }
-  // Runs `action` while no other thread drives: at once where none does, else in the driver's next round (`take_requests`).
-  // Returns when it has run, throws what it throws.
+  // Runs `action` while no other thread drives: at once where none does, else in the driver's next round
+  // (`take_requests`). Returns when it has run, throws what it throws.
   void run(const std::function<void()>& action);
   std::vector<std::function<void()>> take_requests() RINGDP_REQUIRES(mutex_) { return std::exchange(requests_, {}); }
 

@@ -1,12 +1,12 @@
-// ElasticGroup: a group that outlives its members. Its members at a time are a view, a GroupHandle of its own over the same
-// connections: the view whose member is lost fails as any group does, which here means that it is frozen, and `change` agrees
-// with the survivors on the next one. Ranks are numbered anew, in the same order.
+// ElasticGroup: a group that outlives its members. Its members at a time are a view, a GroupHandle of its own over the
+// same connections: the view whose member is lost fails as any group does, which here means that it is frozen, and
+// `change` agrees with the survivors on the next one. Ranks are numbered anew, in the same order.
 //
-// A unit is what counts as a whole: a training step, or an operation of RingDP's own. A rank leaves a unit only when all members
-// have done it (`commit`). So after a loss either all survivors have done the unit, and it counts, or no rank has left it, and
-// the survivors make it again. What is called outside units cannot be made again: where it is unfinished on a survivor, all
-// of them get an Error(kMembership).
-// Owned by a process group. Any thread; the order of units must be the same on all ranks.
+// A unit is what counts as a whole: a training step, or an operation of RingDP's own. A rank leaves a unit only when
+// all members have done it (`commit`). So after a loss either all survivors have done the unit, and it counts, or no
+// rank has left it, and the survivors make it again. What is called outside units cannot be made again: where it is
+// unfinished on a survivor, all of them get an Error(kMembership). Owned by a process group. Any thread; the order of
+// units must be the same on all ranks.
 #pragma once
 
 #include <atomic>
@@ -57,8 +57,8 @@ struct ViewChange {
   std::string also_lost;                // in words
   Clock::time_point noticed_at{};       // by this rank
 
-  // What was lost and who goes on. `log_line` adds what became of the units that were under way, and how long it all took, until
-  // now. `made`: what is made again has been made; false: it has been stopped.
+  // What was lost and who goes on. `log_line` adds what became of the units that were under way, and how long it all
+  // took, until now. `made`: what is made again has been made; false: it has been stopped.
   std::string text() const;
   std::string log_line(bool made) const;
 
@@ -93,12 +93,13 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   uint64_t begin_unit(UnitWords words);
   // What the ranks' batches in the unit under way weigh, by rank in the present view. For the log.
   void know_weights(std::vector<double> weights);
-  // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is for.
+  // All members have done it when this returns. Throws Error(kPeerLost) where the view is frozen, and what `change` is
+  // for.
   void commit(uint64_t unit);
   enum class Outcome { kCounts, kAgain };
   // `view` has lost a member: agrees on the next one, unless that is done. `unit`: what is under way, 0 for nothing.
-  // Throws Error(kMembership) where operations outside units are unfinished, Error(kExpelled) where this rank is left out.
-  // `calling`: an operation outside units is about to be called.
+  // Throws Error(kMembership) where operations outside units are unfinished, Error(kExpelled) where this rank is left
+  // out. `calling`: an operation outside units is about to be called.
   Outcome change(uint64_t unit, uint64_t view, bool calling = false);
 
   // Outside units. Before an operation: the present view. Where that has lost a member it is changed, and all get

@@ -1,10 +1,9 @@
-// Engine: all operations in flight of one Runtime, over its links. It is the way in: groups, `submit`, `wait`, `shut_down`. The
-// work is done by its parts, which know each other as far as their headers say: DriverRole (who drives), GroupTable (what is in
-// flight), PeerLinks (the network), FailureAgreement, StallMonitor, StagedCopies and Progress (what the driver does). At any
-// moment at most one thread drives: the caller of a synchronous operation or of `wait` if no other thread does, otherwise the
-// communication thread.
-// Owned by the Runtime, shared with Works and group handles. Any thread. The engine never takes Python's lock; an interrupt
-// check given to `wait` may.
+// Engine: all operations in flight of one Runtime, over its links. It is the way in: groups, `submit`, `wait`,
+// `shut_down`. The work is done by its parts, which know each other as far as their headers say: DriverRole (who
+// drives), GroupTable (what is in flight), PeerLinks (the network), FailureAgreement, StallMonitor, StagedCopies and
+// Progress (what the driver does). At any moment at most one thread drives: the caller of a synchronous operation or
+// of `wait` if no other thread does, otherwise the communication thread. Owned by the Runtime, shared with Works and
+// group handles. Any thread. The engine never takes Python's lock; an interrupt check given to `wait` may.
 #pragma once
 
 #include <cstdint>
@@ -51,9 +50,10 @@ class Engine {
 
   Connections& connections() { return connections_; }
 
-  // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
-  // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
-  // `outlives_losses`: what is submitted once it has failed fails as if it had been under way, and `submit` does not throw.
+  // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of
+  // that key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for
+  // messages. `outlives_losses`: what is submitted once it has failed fails as if it had been under way, and `submit`
+  // does not throw.
   uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name, bool outlives_losses = false);
   // Operations still in flight fail, frames still arriving are dropped.
   void remove_group(uint64_t id, const std::string& how = "destroyed");  // operations in flight fail with that word
@@ -93,8 +93,8 @@ class Engine {
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
-  // Fails what is in flight and says goodbye to the peers; they have read it when this returns, or will not within a bound.
-  // Connections that break meanwhile had better be made again.
+  // Fails what is in flight and says goodbye to the peers; they have read it when this returns, or will not within a
+  // bound. Connections that break meanwhile had better be made again.
   void take_leave();
   // After that, or without: the connections end, and the communication thread's loop.
   void shut_down();

@@ -80,8 +80,8 @@ void FailureAgreement::on_lost(int peer, const Error& error) {
   losses_[peer] = error;
   const std::vector<GroupPtr> concerned = groups_.with(peer);
   if (link.damaged()) {
-    // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also for
-    // those that it makes later.
+    // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also
+    // for those that it makes later.
     for (const GroupPtr& group : concerned) {
       Error explained = explain_damage(*group, peer, error);
       link.send_abort(group->id, notice_of(explained));
@@ -156,8 +156,8 @@ void FailureAgreement::on_aborted(int peer, uint64_t group_id, const AbortNotice
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
   }
-  // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
-  // this rank. It may have come by way of others.
+  // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not
+  // blame this rank. It may have come by way of others.
   const int reporter = notice.found_by >= 0 && notice.found_by < peers_.world() ? notice.found_by : peer;
   Error error(notice.kind, notice.text + " (reported by " + peers_.info(reporter).text() + ")", context);
   if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
@@ -176,8 +176,9 @@ void FailureAgreement::report() {
   }
 }
 
-// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a rank tells
-// the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
+// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a
+// rank tells the others at once what it has found, and waits a moment for an earlier cause before it fails its
+// operations.
 void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
   if (groups_.failure_of(*group)) return;
   if (failure.own && group->outlives_losses) return end_own(*group, failure);
@@ -239,8 +240,8 @@ Deadline FailureAgreement::next_deadline() const {
   return first;
 }
 
-// Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a group
-// whose members are not all connected.
+// Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a
+// group whose members are not all connected.
 bool FailureAgreement::notifies(const GroupState& group, int member) const {
   const Link* link = links_[member];
   if (link == nullptr || !link->usable()) return false;
@@ -304,7 +305,8 @@ FailureAgreement::Failure FailureAgreement::own_failure(const GroupState& group,
   return {group.id, mine, notice_of(Error(ErrorKind::kSystem, text, context)), false, true};
 }
 
-// At once: nobody can know an earlier cause. The program may go on for long, so the survivors do not wait for the end of this process.
+// At once: nobody can know an earlier cause. The program may go on for long, so the survivors do not wait for the end
+// of this process.
 void FailureAgreement::end_own(GroupState& group, const Failure& failure) {
   fail(group, failure.error, failure.notice);
   if (!group.outlives_losses) return;

@@ -1,7 +1,7 @@
-// FailureAgreement: how a group fails, with the same error on all its ranks: a lost peer, a disagreement, a deadline. A group
-// keeps its first failure; all its queued and later operations fail with it. A failure goes through three steps: `queue` notes
-// it while a link is being pumped; `report` tells the members and makes it pending, for a moment in which another rank may
-// report an earlier cause; `end_pending` makes it final and ends the group's operations.
+// FailureAgreement: how a group fails, with the same error on all its ranks: a lost peer, a disagreement, a deadline.
+// A group keeps its first failure; all its queued and later operations fail with it. A failure goes through three
+// steps: `queue` notes it while a link is being pumped; `report` tells the members and makes it pending, for a moment
+// in which another rank may report an earlier cause; `end_pending` makes it final and ends the group's operations.
 // Owned by the Engine. Used by the thread that drives: called by the links' events, by Progress and by the Engine.
 #pragma once
 
@@ -36,8 +36,8 @@ class FailureAgreement {
   FailureAgreement(const DriverRole& role, GroupTable& groups, PeerLinks& links, int64_t listen_ms,
                    EndOperations end_operations, Noticed noticed);
 
-  // A system error (memory, descriptors) is this rank's own: the others are told whose, those of a group that outlives losses that
-  // this rank is lost, and it says goodbye to them.
+  // A system error (memory, descriptors) is this rank's own: the others are told whose, those of a group that outlives
+  // losses that this rank is lost, and it says goodbye to them.
   void queue(uint64_t group, Error error);
   void report();
   void end_pending();
@@ -46,8 +46,8 @@ class FailureAgreement {
   // At once, and the members are told: this rank ends the group, nobody can know an earlier cause.
   void fail(GroupState& group, const Error& error);
   void fail_all(const std::vector<GroupPtr>& groups, const Error& error);
-  // This rank leaves while these groups have operations in flight: here they end by `error`, and the members are told that
-  // this rank is lost to them. `reason`: of its goodbye.
+  // This rank leaves while these groups have operations in flight: here they end by `error`, and the members are told
+  // that this rank is lost to them. `reason`: of its goodbye.
   void leave(const std::vector<GroupPtr>& groups, const Error& error, const std::string& reason);
   // By this rank's own system error.
   void end_by(const std::vector<GroupPtr>& groups, const Error& error);

@@ -1,6 +1,6 @@
-// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group (or by
-// Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group; messages are
-// ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
+// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group
+// (or by Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group;
+// messages are ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ class GroupHandle : public OpenGroup {
               int64_t timeout_ms, const AlgorithmTables& tables,
               const std::shared_ptr<ElasticGroup>& elastic = nullptr);
 
-  // From now on all-reduces add in rank order (GroupView::rank_order). All members call it between the same two operations.
+  // From now on all-reduces add in rank order (GroupView::rank_order). All members call it between the same two
+  // operations.
   void add_in_rank_order() { rank_order_ = true; }
   bool adds_in_rank_order() const { return rank_order_; }
   // The view of all-reduces.

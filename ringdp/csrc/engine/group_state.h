@@ -1,6 +1,6 @@
-// GroupState: one group of an engine: its operations from the call to their end, and what is remembered of those that are over.
-// Shared by the GroupTable and by whatever is under way in the group. What is public belongs to the thread that drives, but for
-// what never changes: id, view, neighbours and name.
+// GroupState: one group of an engine: its operations from the call to their end, and what is remembered of those that
+// are over. Shared by the GroupTable and by whatever is under way in the group. What is public belongs to the thread
+// that drives, but for what never changes: id, view, neighbours and name.
 #pragma once
 
 #include <sys/types.h>
@@ -27,11 +27,13 @@
 
 namespace ringdp {
 
-// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
+// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to
+// listen.
 using FailureListener = std::function<void(const std::exception_ptr&)>;
 
-// MessageNumbers: how sends and receives find each other. The n-th send of a member to another under a tag and the n-th
-// receive of that kind get the same sequence number, made from those four values, whatever other operations lie between.
+// MessageNumbers: how sends and receives find each other. The n-th send of a member to another under a tag and the
+// n-th receive of that kind get the same sequence number, made from those four values, whatever other operations lie
+// between.
 class MessageNumbers {
  public:
   uint64_t peek(const PointToPoint& ends) const;  // what `next` would answer

@@ -1,6 +1,6 @@
-// GroupTable: the groups of an engine, by their number on the wire; their order of calls, their failures and who listens for
-// those; and which of them have operations. Owned by the Engine. Any thread, except `busy`. Its mutex is locked last: nothing
-// is called while it is held.
+// GroupTable: the groups of an engine, by their number on the wire; their order of calls, their failures and who
+// listens for those; and which of them have operations. Owned by the Engine. Any thread, except `busy`. Its mutex is
+// locked last: nothing is called while it is held.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ class GroupTable {
  public:
   explicit GroupTable(const DriverRole& role) : role_(role) {}
 
-  // The number is made from `key`, which is the same on all members, and from how many groups of that key came before, so that
-  // frames of a destroyed group never reach one that is made like it.
+  // The number is made from `key`, which is the same on all members, and from how many groups of that key came before,
+  // so that frames of a destroyed group never reach one that is made like it.
   GroupPtr add(uint64_t key, const GroupView& view, std::vector<int> neighbours, const std::string& name);
   void remove(uint64_t id);
 
@@ -38,8 +38,8 @@ class GroupTable {
   std::exception_ptr failure_of(const GroupState& group) const;
   // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
   void listen(uint64_t id, const std::weak_ptr<const FailureListener>& listener);
-  // A group that only others have made so far has failed: it will have that failure when it is made here. Returns the group
-  // where it was made meanwhile.
+  // A group that only others have made so far has failed: it will have that failure when it is made here. Returns the
+  // group where it was made meanwhile.
   GroupPtr fail_early(uint64_t id, const std::exception_ptr& failure);
 
   // Those with operations queued or begun. The driver's.

@@ -1,7 +1,7 @@
-// Healing: what the engine does about a connection that has broken. Its link waits while another connection is made by the
-// thread for that (mesh/redialler.h), which asks for the steps here; the peer is lost if there is none within the time for
-// it, or at once if it is certain that its process has ended.
-// Owned by the Engine. Used by the thread that drives: called by PeerLinks and by Connections.
+// Healing: what the engine does about a connection that has broken. Its link waits while another connection is made by
+// the thread for that (mesh/redialler.h), which asks for the steps here; the peer is lost if there is none within the
+// time for it, or at once if it is certain that its process has ended. Owned by the Engine. Used by the thread that
+// drives: called by PeerLinks and by Connections.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,8 @@ void NoticeBoard::post(LogLevel level, std::string text) {
   try {
     thread_ = start_thread("ringdp-notes", [state = state_] { write(state); });
   } catch (const Error&) {
-    // No thread can be started: the line waits for the thread that a later one starts. A notice must not fail an operation.
+    // No thread can be started: the line waits for the thread that a later one starts. A notice must not fail an
+    // operation.
   }
 }
 

@@ -1,5 +1,5 @@
-// OpenGroup: a group of ranks that is open in the engine: who its members are, how operations are submitted to it, how long they
-// may take, and how it ends. Base of GroupHandle, which says which operations there are. Any thread.
+// OpenGroup: a group of ranks that is open in the engine: who its members are, how operations are submitted to it, how
+// long they may take, and how it ends. Base of GroupHandle, which says which operations there are. Any thread.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,8 @@ struct CallOptions {
   std::shared_ptr<Staging> staging;      // the buffers mirror a device's memory; null: they do not
   int32_t call_site = -1;                // see OperationRecord
   std::shared_ptr<FiniteReport> finite;  // of an all-reduce of a floating type: filled in when it is done; may be null
-  // Of an all-reduce in place of float32 or float64: by what the ranks' inputs are multiplied, the same on all; empty: nothing.
+  // Of an all-reduce in place of float32 or float64: by what the ranks' inputs are multiplied, the same on all; empty:
+  // nothing.
   std::vector<double> factors;
   std::span<const std::byte> input;  // of an all-reduce: read there, and left as it is; empty: in place
 };

@@ -1,4 +1,5 @@
-// What a dump file says: the recorder's content and what goes with it, as JSON (docs/how-to/diagnosis.md). Pure functions, any thread.
+// What a dump file says: the recorder's content and what goes with it, as JSON (docs/how-to/diagnosis.md). Pure
+// functions, any thread.
 #pragma once
 
 #include <cstdint>

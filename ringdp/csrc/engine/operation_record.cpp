@@ -15,8 +15,8 @@ constexpr auto kRelaxed = std::memory_order_relaxed;
 
 }  // namespace
 
-// All members are atomic, because readers look while writers write. `number` is 0 while the place changes hands: who reads the
-// same number before and after has read one operation.
+// All members are atomic, because readers look while writers write. `number` is 0 while the place changes hands: who
+// reads the same number before and after has read one operation.
 class OperationRecorder::Entry {
  public:
   std::atomic<uint64_t> number{0};

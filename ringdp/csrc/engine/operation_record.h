@@ -1,8 +1,8 @@
-// OperationRecorder: what the last operations of one rank were and when their bytes moved, for diagnosis (the flight recorder).
-// It is always on. Its memory is set aside at the start, and recording an operation allocates nothing.
-// Owned by the Engine. Written under the mutex of the role (`begin`) and by the thread that drives (everything else about an
-// operation); read by any thread at any time, without a lock that the writers need. An operation in flight keeps its place,
-// however many others come after it; one that is over keeps it until a later one takes it.
+// OperationRecorder: what the last operations of one rank were and when their bytes moved, for diagnosis (the flight
+// recorder). It is always on. Its memory is set aside at the start, and recording an operation allocates nothing.
+// Owned by the Engine. Written under the mutex of the role (`begin`) and by the thread that drives (everything else
+// about an operation); read by any thread at any time, without a lock that the writers need. An operation in flight
+// keeps its place, however many others come after it; one that is over keeps it until a later one takes it.
 #pragma once
 
 #include <array>
@@ -94,8 +94,8 @@ class OperationRecorder {
 
   // All that is remembered, as it was called.
   std::vector<OperationRecord> all() const;
-  // What has ended since a cursor (0: all that is remembered), in the order of the ends; `cursor` becomes the place behind it.
-  // `lost`: how many ended since then and are not remembered any more.
+  // What has ended since a cursor (0: all that is remembered), in the order of the ends; `cursor` becomes the place
+  // behind it. `lost`: how many ended since then and are not remembered any more.
   std::vector<OperationRecord> ended_since(uint64_t& cursor, uint64_t& lost) const;
   uint64_t called() const { return called_.load(std::memory_order_relaxed); }
 

@@ -152,8 +152,8 @@ bool PeerLinks::anything_outgoing() const {
   return std::any_of(links.begin(), links.end(), [](const auto& link) { return link && link->has_outgoing(); });
 }
 
-// Tells direct channels that this thread is about to sleep. Bytes that wait in one of them are taken in, because otherwise the
-// driver looks only at channels from which an operation expects bytes.
+// Tells direct channels that this thread is about to sleep. Bytes that wait in one of them are taken in, because
+// otherwise the driver looks only at channels from which an operation expects bytes.
 bool PeerLinks::before_sleep() {
   watch_.follow(links_);
   bool quiet = true;

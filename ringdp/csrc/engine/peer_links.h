@@ -1,6 +1,6 @@
-// PeerLinks: the links to all peers, and the limit to what they send. It moves what can be moved on each; an error that a link
-// throws ends that link and is told once.
-// Owned by the Engine. Used by the thread that drives; any thread may ask who a peer is and how many bytes have moved.
+// PeerLinks: the links to all peers, and the limit to what they send. It moves what can be moved on each; an error
+// that a link throws ends that link and is told once. Owned by the Engine. Used by the thread that drives; any thread
+// may ask who a peer is and how many bytes have moved.
 #pragma once
 
 #include <functional>
@@ -26,8 +26,8 @@ namespace ringdp {
 class PeerLinks {
  public:
   struct Events {
-    // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end; `broken`: its
-    // connection has ended, and can be made again.
+    // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end;
+    // `broken`: its connection has ended, and can be made again.
     std::function<void(int peer, const Error& error)> lost;
     std::function<void(int peer, const Error& error)> broken;
     std::function<void(int peer)> silent;  // its host has not answered for a while, as `check_hosts` has found

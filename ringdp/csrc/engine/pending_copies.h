@@ -1,7 +1,7 @@
-// PendingCopies: keeps the buffers of operations that are over while copies to or from a device still touch them. A work is
-// done when its last copy back is queued; until that copy has ended, also where the operation failed in the middle of its
-// copies, the memory may not be used for anything else.
-// Owned by the engine; used by the thread that drives it. The buffers of a copy that never ends are never freed.
+// PendingCopies: keeps the buffers of operations that are over while copies to or from a device still touch them. A
+// work is done when its last copy back is queued; until that copy has ended, also where the operation failed in the
+// middle of its copies, the memory may not be used for anything else. Owned by the engine; used by the thread that
+// drives it. The buffers of a copy that never ends are never freed.
 #pragma once
 
 #include <functional>

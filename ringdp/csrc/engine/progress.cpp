@@ -89,10 +89,11 @@ void Progress::look_at_all() {
   failures_.report();
 }
 
-// Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that it
-// waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one, polling
-// does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks that alternate
-// on one core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
+// Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that
+// it waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one,
+// polling does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks
+// that alternate on one core there while another core is idle. A sleeper is woken at once, on an idle core. False:
+// sleep now.
 bool Progress::poll_on(Clock::time_point end) {
   auto before = Clock::now();
   if (before >= end || before < crowded_until_) return false;
@@ -236,8 +237,8 @@ void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
   recorder_.end(in_flight.record, error != nullptr);
   std::shared_ptr<Work> work = std::move(in_flight.work);
   auto on_done = std::move(work->on_done_);
-  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
-  // the buffers, or the thread that waits for the work.
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread
+  // drops the buffers, or the thread that waits for the work.
   std::shared_ptr<Staging> staging = in_flight.operation->staging();
   in_flight.operation.reset();
   std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);

@@ -1,7 +1,7 @@
-// Progress: what the driver of the engine does: it takes in what was submitted, starts operations, moves bytes, retires what is
-// complete, looks at deadlines, and sleeps when nothing moves. It never takes Python's lock, but for the options' interrupt
-// check: tensors are let go by the thread that waits or by a completion thread.
-// Owned by the Engine, which calls it. Used by the thread that drives, except `submit`.
+// Progress: what the driver of the engine does: it takes in what was submitted, starts operations, moves bytes,
+// retires what is complete, looks at deadlines, and sleeps when nothing moves. It never takes Python's lock, but for
+// the options' interrupt check: tensors are let go by the thread that waits or by a completion thread. Owned by the
+// Engine, which calls it. Used by the thread that drives, except `submit`.
 #pragma once
 
 #include <cstdint>
@@ -37,14 +37,15 @@ class Progress {
   // What was submitted since the last time, and the requests of other threads.
   void take_inbox();
 
-  // Until the work is done or the deadline has passed; without a work, until nothing is left to do. `spin_us`: how long it
-  // polls before it sleeps. May throw what the interrupt check throws.
+  // Until the work is done or the deadline has passed; without a work, until nothing is left to do. `spin_us`: how
+  // long it polls before it sleeps. May throw what the interrupt check throws.
   void drive(const Work* until, Deadline deadline, int64_t spin_us);
-  // One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
+  // One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links
+  // only.
   void look_at_all();
 
-  // Does nothing in a group that is failing, whose operations that have not started fail with it; nor before the input has
-  // come (StagedCopies calls again), nor while an earlier operation is in the way (`retire` calls again).
+  // Does nothing in a group that is failing, whose operations that have not started fail with it; nor before the input
+  // has come (StagedCopies calls again), nor while an earlier operation is in the way (`retire` calls again).
   void start(GroupState& group, InFlight& in_flight);
   // Of a group that has failed, see FailureAgreement::EndOperations.
   void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);

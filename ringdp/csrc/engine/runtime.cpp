@@ -47,8 +47,9 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
       std::count_if(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.host_identity == here; }));
   for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
-  // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory costs
-  // next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
+  // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory
+  // costs next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10
+  // us).
   options.shares_cores = ranks_on_this_host_ > cores();
   bool streams = std::any_of(peers.begin(), peers.end(),
                              [](const MeshPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });

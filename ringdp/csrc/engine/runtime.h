@@ -1,6 +1,6 @@
-// Runtime: one rank's part in a job: the connections, the engine and its two threads. It is not a global: tests make one per
-// rank in one process. Owned by the process groups of the process, or by a test. Created and destroyed by any thread;
-// destruction says goodbye to the peers and joins the threads (after a fork, in the child, it does nothing).
+// Runtime: one rank's part in a job: the connections, the engine and its two threads. It is not a global: tests make
+// one per rank in one process. Owned by the process groups of the process, or by a test. Created and destroyed by any
+// thread; destruction says goodbye to the peers and joins the threads (after a fork, in the child, it does nothing).
 #pragma once
 
 #include <atomic>
@@ -30,8 +30,8 @@ class Runtime {
   Engine& engine() { return *engine_; }
   std::shared_ptr<Engine> share_engine() { return engine_; }
   int ranks_on_this_host() const { return ranks_on_this_host_; }
-  // The number of each rank's host, in order of appearance; of its site, where ranks name several: what collectives take for
-  // a host.
+  // The number of each rank's host, in order of appearance; of its site, where ranks name several: what collectives
+  // take for a host.
   const std::vector<int>& hosts() const { return hosts_; }
   const AlgorithmTables& tables() const { return tables_; }                // as they were asked for
   const AlgorithmTables& tables_in_use() const { return tables_in_use_; }  // for this job's round trip

@@ -1,7 +1,7 @@
-// StagedCopies: operations whose memory mirrors a device's. It polls their copies, has operations started and moved on as their
-// input comes, and keeps the buffers of those that are over until their last copy is done. It polls because callbacks of a
-// device would need a thread and its locks; while input is under way the driver sleeps in short stretches.
-// Owned by the Engine. Used by the thread that drives: called by Progress.
+// StagedCopies: operations whose memory mirrors a device's. It polls their copies, has operations started and moved on
+// as their input comes, and keeps the buffers of those that are over until their last copy is done. It polls because
+// callbacks of a device would need a thread and its locks; while input is under way the driver sleeps in short
+// stretches. Owned by the Engine. Used by the thread that drives: called by Progress.
 #pragma once
 
 #include <cstddef>

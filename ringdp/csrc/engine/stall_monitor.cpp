@@ -199,7 +199,8 @@ void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence, bool wi
   if (with_stacks) answer_with_stacks(questions_.back());
 }
 
-// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing. The answer goes when it next looks.
+// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing. The answer goes when it next
+// looks.
 void StallMonitor::answer_with_stacks(const Question& question) {
   diagnosis_.run([this, question] {
     std::string stacks = process_stacks();
@@ -296,7 +297,8 @@ void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& s
   state.elsewhere = in_group(front.work->text(), *other);
 }
 
-// Nothing here can be out of date: the other rank goes on only after this one has called what it waits for, and this one has not.
+// Nothing here can be out of date: the other rank goes on only after this one has called what it waits for, and this
+// one has not.
 bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_flight) {
   if (!in_order(in_flight.sequence()) || &in_flight != &group.active.front()) return false;
   for (const auto& [peer, answer] : in_flight.answers) {
@@ -419,8 +421,8 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
   return found;
 }
 
-// Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is out of
-// date circulates until it has passed kMostHops ranks.
+// Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is
+// out of date circulates until it has passed kMostHops ranks.
 void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;

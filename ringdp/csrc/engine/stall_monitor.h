@@ -1,7 +1,7 @@
-// StallMonitor: who is waited for. For an operation that does not move it asks the other ranks for its state, answers their
-// questions, finds the ranks at the end of the chain of waiting, and logs them. Engines answer whatever their program does, so
-// an answer shows that the process lives.
-// Owned by the Engine. Used by the thread that drives: called by Progress and by the links' events; `note_call` by any thread.
+// StallMonitor: who is waited for. For an operation that does not move it asks the other ranks for its state, answers
+// their questions, finds the ranks at the end of the chain of waiting, and logs them. Engines answer whatever their
+// program does, so an answer shows that the process lives. Owned by the Engine. Used by the thread that drives: called
+// by Progress and by the links' events; `note_call` by any thread.
 #pragma once
 
 #include <atomic>
@@ -58,8 +58,8 @@ class StallMonitor {
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
   PeerState state_of(int asker, uint64_t group, uint64_t sequence) const;
   void note_blocked(int asker, const GroupState& group, PeerState& state) const;
-  // This rank waits in the operation for a rank that waits in another group for this one, and neither can call what the other
-  // waits for: that is kept for `take_deadlocks`.
+  // This rank waits in the operation for a rank that waits in another group for this one, and neither can call what
+  // the other waits for: that is kept for `take_deadlocks`.
   bool find_deadlock(const GroupState& group, const InFlight& in_flight);
   std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
   void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;

@@ -1,5 +1,5 @@
-// Work: the handle of an operation in flight. Made by Engine::submit; shared by the caller that issued the operation and by
-// the engine until it is done. Any thread.
+// Work: the handle of an operation in flight. Made by Engine::submit; shared by the caller that issued the operation
+// and by the engine until it is done. Any thread.
 #pragma once
 
 #include <atomic>

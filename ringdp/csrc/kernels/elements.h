@@ -102,7 +102,8 @@ struct Complex {
 };
 
 // one_nan around each product keeps it apart from the addition: gcc 12 fuses alternating additions and subtractions of
-// products (vfmaddsub) on AVX-512 in spite of -ffp-contract=off. One value a line: nested, it does not vectorise for AVX2.
+// products (vfmaddsub) on AVX-512 in spite of -ffp-contract=off. One value a line: nested, it does not vectorise for
+// AVX2.
 struct ComplexProduct {
   template <class T>
   static RINGDP_ALWAYS_INLINE Complex<T> apply(Complex<T> a, Complex<T> b) {
@@ -126,8 +127,8 @@ RINGDP_ALWAYS_INLINE T divided(T x, Divisor<T> divisor) {
   return static_cast<T>(static_cast<Divisor<T>>(x) / divisor);
 }
 
-// How a type's bits say that a value is not finite: all bits of the exponent are set. Added to the bits without sign, one at
-// the exponent's lowest place carries into the sign just then.
+// How a type's bits say that a value is not finite: all bits of the exponent are set. Added to the bits without sign,
+// one at the exponent's lowest place carries into the sign just then.
 template <class T>
 struct Exponent {
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;

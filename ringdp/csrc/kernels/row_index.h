@@ -1,5 +1,5 @@
-// Which rows a list of ids asks for: each once, grouped by the rank that owns it; and RowDirectory, which gives rows to the ids
-// of a table that grows.
+// Which rows a list of ids asks for: each once, grouped by the rank that owns it; and RowDirectory, which gives rows
+// to the ids of a table that grows.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace ringdp::rows {
 
-// A permutation of the numbers 0 to before `rows`, dealt to the ranks in turn: id·factor mod rows is an id's place, which
-// belongs to rank place mod ranks, where it is row place / ranks. rows·factor has to fit int64.
+// A permutation of the numbers 0 to before `rows`, dealt to the ranks in turn: id·factor mod rows is an id's place,
+// which belongs to rank place mod ranks, where it is row place / ranks. rows·factor has to fit int64.
 struct Deal {
   uint64_t rows;
   uint64_t factor;
@@ -36,10 +36,10 @@ Asked ask_hashed(std::span<const int64_t> ids, uint64_t ranks);  // any numbers
 // The distinct rows of a list, in the order in which they come first; a negative one is none, and its inverse is -1.
 Asked distinct(std::span<const Index> rows);
 
-// The ids of which this rank has a row, or counts how often they occur. An id gets a row when it has occurred `admit_after`
-// times. One that has not occurred for more than `evict_after` steps is as if it had never occurred. So what an id has at
-// a step depends on the ids that came until then alone, not on ranks or on when memory is given back.
-// Used by one thread at a time; owned by a table in Python.
+// The ids of which this rank has a row, or counts how often they occur. An id gets a row when it has occurred
+// `admit_after` times. One that has not occurred for more than `evict_after` steps is as if it had never occurred. So
+// what an id has at a step depends on the ids that came until then alone, not on ranks or on when memory is given
+// back. Used by one thread at a time; owned by a table in Python.
 class RowDirectory {
  public:
   // evict_after 0: never.
@@ -95,8 +95,8 @@ class RowDirectory {
   int64_t swept_ = 0;  // the clock of the last search for what has expired
 };
 
-// A row for an id of a growing table: sums of twelve uniform numbers, nearly normal, times `size`. They depend on id and seed
-// alone, and on no library's functions.
+// A row for an id of a growing table: sums of twelve uniform numbers, nearly normal, times `size`. They depend on id
+// and seed alone, and on no library's functions.
 template <class T>
 void fill_row(T* row, std::size_t dim, int64_t id, uint64_t seed, double size);
 

@@ -1,8 +1,8 @@
-// Rows of a table, `dim` numbers each, one after the other: gathered and encoded for the network, added up in bags and by
-// row, and updated by sparse optimizers. T is float or double. Stateless, any thread; every instruction set gives the same
-// bits: no fused multiply-add, sums of bags and rows add in the order given, and sums over a row add in 16 lanes, which are
-// then added in halves; of a NaN that arithmetic gives, which one it is may differ. The floating-point mode is the default
-// one (kernels/float_mode.h).
+// Rows of a table, `dim` numbers each, one after the other: gathered and encoded for the network, added up in bags and
+// by row, and updated by sparse optimizers. T is float or double. Stateless, any thread; every instruction set gives
+// the same bits: no fused multiply-add, sums of bags and rows add in the order given, and sums over a row add in 16
+// lanes, which are then added in halves; of a NaN that arithmetic gives, which one it is may differ. The
+// floating-point mode is the default one (kernels/float_mode.h).
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace ringdp::rows {
 
 using Index = int32_t;  // of a row; negative: there is none, which reads as zeros and takes no sum
 
-// How rows travel. int8: codes from -127 to 127, then a float32, the value of code 1. That is NaN for a row with anything that
-// is not finite in float32, and 0 for one of magnitudes below 2^-119.
+// How rows travel. int8: codes from -127 to 127, then a float32, the value of code 1. That is NaN for a row with
+// anything that is not finite in float32, and 0 for one of magnitudes below 2^-119.
 enum class Wire { kExact, kBfloat16, kInt8 };
 
 std::size_t encoded_bytes(Wire wire, std::size_t element_bytes, std::size_t dim);  // of a row
@@ -46,9 +46,9 @@ void add_encoded(T* sums, const std::byte* rows, std::span<const Index> to, std:
 
 enum class Rule { kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
 
-// sgd: row -= rate·g. adagrad: sum += g², row -= rate·g / (√sum + eps). rowwise_adagrad: the same with one sum for the row,
-// of the mean of g². adam: mean += (g - mean)(1 - beta1), square = beta2·square + (1 - beta2)g²,
-// row -= rate·mean / (√square + eps); its rate has the correction for the first steps.
+// sgd: row -= rate·g. adagrad: sum += g², row -= rate·g / (√sum + eps). rowwise_adagrad: the same with one sum for the
+// row, of the mean of g². adam: mean += (g - mean)(1 - beta1), square = beta2·square + (1 - beta2)g², row -= rate·mean
+// / (√square + eps); its rate has the correction for the first steps.
 struct Update {
   Rule rule;
   double rate;

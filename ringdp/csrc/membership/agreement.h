@@ -1,6 +1,7 @@
-// Agreement: how the members of a view that lost a member agree on the next view, and on what becomes of the unit that was under
-// way (docs/lab/elastic.md). Each survivor says once where it stands; one decision is made of that, the same for all.
-// Implementations are owned by an ElasticGroup and used by one thread at a time, which blocks. Value types, any thread.
+// Agreement: how the members of a view that lost a member agree on the next view, and on what becomes of the unit that
+// was under way (docs/lab/elastic.md). Each survivor says once where it stands; one decision is made of that, the same
+// for all. Implementations are owned by an ElasticGroup and used by one thread at a time, which blocks. Value types,
+// any thread.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +50,8 @@ struct Decision {
   static Decision decode(const std::string& text);  // throws Error(kHandshake)
 };
 
-// What follows of the survivors' states. `members[i]` says `states[i]`. A unit counts if all of them have done it, or if one has
-// left it: nobody leaves a unit that a member has not done.
+// What follows of the survivors' states. `members[i]` says `states[i]`. A unit counts if all of them have done it, or
+// if one has left it: nobody leaves a unit that a member has not done.
 Decision decide(const std::vector<int>& members, const std::vector<MemberState>& states);
 
 class Agreement {
@@ -66,8 +67,8 @@ class Agreement {
                          const Unreachable& unreachable, const Look& look) = 0;
 };
 
-// By a store that outlives the ranks (the launcher's): the lowest member that can be reached collects what the others say there,
-// and the first decision that is written counts.
+// By a store that outlives the ranks (the launcher's): the lowest member that can be reached collects what the others
+// say there, and the first decision that is written counts.
 class StoreAgreement final : public Agreement {
  public:
   explicit StoreAgreement(std::unique_ptr<Store> store) : store_(std::move(store)) {}

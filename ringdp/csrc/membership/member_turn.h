@@ -1,6 +1,7 @@
-// MemberTurn: one member's way through a change of members, one access to the store after the other, as a value: what it asks
-// the store next follows of what it was answered and of whom it cannot reach. The rules are in docs/design/elastic_agreement.md.
-// Used by StoreAgreement with a store and a clock, and by tests/cpp/test_agreement.cpp with all that can happen.
+// MemberTurn: one member's way through a change of members, one access to the store after the other, as a value: what
+// it asks the store next follows of what it was answered and of whom it cannot reach. The rules are in
+// docs/design/elastic_agreement.md. Used by StoreAgreement with a store and a clock, and by
+// tests/cpp/test_agreement.cpp with all that can happen.
 #pragma once
 
 #include <cstdint>

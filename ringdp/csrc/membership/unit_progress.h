@@ -1,6 +1,6 @@
-// UnitProgress: how far a member has got with the units, and what it may do next. A unit is done when the rank has its own
-// complete results, and left when it knows that all members of its view have done it.
-// A value type without a lock: its owner's. Explored in tests/cpp/test_agreement.cpp.
+// UnitProgress: how far a member has got with the units, and what it may do next. A unit is done when the rank has its
+// own complete results, and left when it knows that all members of its view have done it. A value type without a lock:
+// its owner's. Explored in tests/cpp/test_agreement.cpp.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ class UnitProgress {
   bool frozen() const { return frozen_; }
 
   enum class Entry { kLeft, kFrozen, kEntered };
-  // This rank has its results of the unit, and wants to tell the others. kLeft: a change has counted it meanwhile; kFrozen: it
-  // has said where it stands, and becomes done with nothing.
+  // This rank has its results of the unit, and wants to tell the others. kLeft: a change has counted it meanwhile;
+  // kFrozen: it has said where it stands, and becomes done with nothing.
   Entry enter(uint64_t unit);
   // All members of `view` have entered. False: the members have changed since, and the unit does not count.
   bool leave(uint64_t unit, uint64_t view);

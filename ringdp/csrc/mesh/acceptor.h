@@ -23,8 +23,8 @@ namespace ringdp {
 
 class Acceptor {
  public:
-  // An authentic hello or knock for a connection in place of one that has broken: it is answered by another class. A knock has
-  // no socket.
+  // An authentic hello or knock for a connection in place of one that has broken: it is answered by another class. A
+  // knock has no socket.
   struct Resumption {
     int peer = -1;
     uint64_t number = 0;

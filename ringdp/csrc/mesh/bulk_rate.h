@@ -1,6 +1,7 @@
-// BulkRate: how fast bulk flows go on a long path, so that they fill what is left of the line and no queue before it: what comes
-// behind them would wait there. It looks at the round trip of the connection's packets: longer than at its shortest means that packets wait
-// somewhere (LEDBAT, RFC 6817, has the idea). Owned by the SendWindow, used on the thread that drives the engine.
+// BulkRate: how fast bulk flows go on a long path, so that they fill what is left of the line and no queue before it:
+// what comes behind them would wait there. It looks at the round trip of the connection's packets: longer than at its
+// shortest means that packets wait somewhere (LEDBAT, RFC 6817, has the idea). Owned by the SendWindow, used on the
+// thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +31,8 @@ class BulkRate {
 
   BulkRate();
 
-  // The next frame is one of bulk for that channel (null: it is none): whether it may go now. Otherwise it waits until `wakes_at`.
+  // The next frame is one of bulk for that channel (null: it is none): whether it may go now. Otherwise it waits until
+  // `wakes_at`.
   bool admits(const Channel* channel);
   Clock::time_point wakes_at() const { return waits_ ? free_at_ : Clock::time_point::max(); }
   void sent(std::size_t bytes, Clock::time_point now);

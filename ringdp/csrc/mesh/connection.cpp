@@ -84,8 +84,8 @@ void Connection::check_host() {
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "though its host answers", *channel_), kLargePacketsAdvice);
 }
 
-// How the connection ended says what to report if no other takes its place; whether one can, only dialling shows. Where another
-// is being made already, the peer closes this one, and what was under way on it counts for nothing.
+// How the connection ended says what to report if no other takes its place; whether one can, only dialling shows.
+// Where another is being made already, the peer closes this one, and what was under way on it counts for nothing.
 void Connection::fail_closed(int error_number) const {
   const bool unreachable = error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
                            error_number == ENETUNREACH;

@@ -1,6 +1,6 @@
-// Connection: what both halves of a Link share: who the two ends are, the channel between them, and how it stands. An error
-// that ends it is thrown and names the peer.
-// The base of a Link. Used by the thread that drives the engine. PeerInfo is a value type, any thread.
+// Connection: what both halves of a Link share: who the two ends are, the channel between them, and how it stands. An
+// error that ends it is thrown and names the peer. The base of a Link. Used by the thread that drives the engine.
+// PeerInfo is a value type, any thread.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,8 @@ class Connection {
   bool made_late() const { return late_; }  // after the ranks met
   Channel& channel() const { return *channel_; }
 
-  // It has broken, or another one is being made in its place: nothing is sent, but what is on its way on the old one is read.
+  // It has broken, or another one is being made in its place: nothing is sent, but what is on its way on the old one
+  // is read.
   bool healing() const { return broken_at_.has_value(); }
   int64_t broken_for_ms() const;  // 0: it is whole
   void hold();                    // it heals from now on
@@ -80,8 +81,8 @@ class Connection {
 
   [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
   [[noreturn]] void fail_damaged(const std::string& what);
-  // The channel has ended without a goodbye: ConnectionBroken, unless the peer's host has been silent for so long that another one
-  // would not come about. `error_number`: 0 where it ended in good order.
+  // The channel has ended without a goodbye: ConnectionBroken, unless the peer's host has been silent for so long that
+  // another one would not come about. `error_number`: 0 where it ended in good order.
   [[noreturn]] void fail_closed(int error_number) const;
 
  private:

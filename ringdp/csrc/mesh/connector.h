@@ -37,9 +37,9 @@ class Connector {
 
   Door& door() { return acceptor_.door(); }
 
-  // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when it takes
-  // its time, which also shows whether anything still listens there.
-  // `one`: they will share memory, so one connection is enough.
+  // Where a peer listens: dialled if it is a lower rank. A higher rank dials itself; with `probe` it is asked to when
+  // it takes its time, which also shows whether anything still listens there. `one`: they will share memory, so one
+  // connection is enough.
   void set_route(int peer, Candidates candidates, bool probe, bool one = false);
 
   void want(int peer);    // from now on; its route is known
@@ -47,7 +47,8 @@ class Connector {
   void forget(int peer);  // it is not wanted any more, and its problems are forgotten
   void lose(int peer);    // its connection, which was taken, has ended: another one is made, and can be taken
   void fix(int peer);     // there is a channel to it: nothing takes the place of its connection here any more
-  // All ranks have met, those of the start are connected; in the handshakes of a peer that does not know it yet it finds that.
+  // All ranks have met, those of the start are connected; in the handshakes of a peer that does not know it yet it
+  // finds that.
   void note_met(int64_t round_trip_us);
   uint8_t met(int peer) const {
     return std::max(dialler_.met(peer), acceptor_.met(peer));
@@ -60,8 +61,8 @@ class Connector {
   bool connected(int peer) const { return made_.complete(peer); }
   bool busy() const;  // an attempt is under way whose next step waits for time alone
 
-  // A peer that cannot be connected any more, and the reason in a text that is true on every rank; nullopt while it still
-  // may be.
+  // A peer that cannot be connected any more, and the reason in a text that is true on every rank; nullopt while it
+  // still may be.
   struct Trouble {
     int peer = -1;
     bool lost = false;     // it has left, or its process has ended; otherwise it may live, but not be reached

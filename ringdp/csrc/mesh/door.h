@@ -1,6 +1,6 @@
-// Door: where others connect to this rank. It lets a bounded number in at a time, notices when descriptors are short, counts those that
-// were turned away, and reports no more than a line a second, whatever knocks.
-// Owned by an Acceptor, used by its thread.
+// Door: where others connect to this rank. It lets a bounded number in at a time, notices when descriptors are short,
+// counts those that were turned away, and reports no more than a line a second, whatever knocks. Owned by an Acceptor,
+// used by its thread.
 #pragma once
 
 #include <poll.h>

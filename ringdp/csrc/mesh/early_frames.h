@@ -1,5 +1,5 @@
-// EarlyFrames: what a peer has sent for operations that have not started here: frames, at most the eager window of payload, and
-// requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
+// EarlyFrames: what a peer has sent for operations that have not started here: frames, at most the eager window of
+// payload, and requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,8 @@ class EarlyFrames {
   bool has(uint64_t group, uint64_t sequence) const { return kept_.contains({group, sequence}); }
   bool fits(std::size_t payload) const { return bytes_ + payload <= kEagerWindowBytes && !full(); }
 
-  // False: it is the second frame without payload. Those use up no window, so an operation may have one only: it announces the
-  // peer, or is its whole payload.
+  // False: it is the second frame without payload. Those use up no window, so an operation may have one only: it
+  // announces the peer, or is its whole payload.
   bool keep(const FrameHeader& header, std::vector<std::byte> payload);
   bool request(uint64_t group, uint64_t sequence);  // false: there are too many operations
 

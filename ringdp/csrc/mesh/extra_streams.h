@@ -1,6 +1,7 @@
-// ExtraStreams: which connections a pair of ranks needs beside its first one (transport/striped.h), and those of them that are made.
-// The rank that dials decides how many, by the round trips of the first connection, and says so in its confirm; it dials the
-// others where the first one answered. Bookkeeping only, time comes in from outside. Owned by MadeConnections or a Redialler, used by its thread.
+// ExtraStreams: which connections a pair of ranks needs beside its first one (transport/striped.h), and those of them
+// that are made. The rank that dials decides how many, by the round trips of the first connection, and says so in its
+// confirm; it dials the others where the first one answered. Bookkeeping only, time comes in from outside. Owned by
+// MadeConnections or a Redialler, used by its thread.
 #pragma once
 
 #include <optional>

@@ -1,7 +1,8 @@
-// FdSocket: where a rank waits with the memory that it shares with ranks of its host: an abstract Unix socket (unix(7)) under a
-// random name, over which descriptors go. Nothing is in the file system, and other network namespaces cannot reach it. Any
-// process of the host can read the name in /proc/net/unix and connect, so a connection counts only once it has shown a token;
-// strangers get a bounded number of connections, a bounded time, and no answer. Used by one thread.
+// FdSocket: where a rank waits with the memory that it shares with ranks of its host: an abstract Unix socket
+// (unix(7)) under a random name, over which descriptors go. Nothing is in the file system, and other network
+// namespaces cannot reach it. Any process of the host can read the name in /proc/net/unix and connect, so a connection
+// counts only once it has shown a token; strangers get a bounded number of connections, a bounded time, and no answer.
+// Used by one thread.
 #pragma once
 
 #include <poll.h>

@@ -26,8 +26,8 @@ class FlowHandler {
   // The memory for the bytes at `offset`: exactly `length` bytes, used until `arrived`. Empty: there is no such memory.
   virtual std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) = 0;
   virtual void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) = 0;
-  // In place of these two where the bytes already lie in memory, which is valid during the call only: whole elements, not
-  // beyond a block's end. False: there is no memory for them.
+  // In place of these two where the bytes already lie in memory, which is valid during the call only: whole elements,
+  // not beyond a block's end. False: there is no memory for them.
   virtual bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
     return put(flow, offset, data, std::memcpy);
   }
@@ -84,14 +84,14 @@ class SendFlow {
   uint64_t ready = 0;    // bytes the operation could send by now
   uint64_t sent = 0;     // bytes handed to the transport
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
-  // So many of its first bytes go before any are granted. Below `total` where that is above kSmallFlowBytes: the last grant comes before the
-  // flow ends then.
+  // So many of its first bytes go before any are granted. Below `total` where that is above kSmallFlowBytes: the last
+  // grant comes before the flow ends then.
   uint64_t eager = kSmallFlowBytes;
   bool opened = false;  // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
   bool encodes = false;  // `outgoing` computes its bytes
-  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or after
-  // a call of Link::will_change.
+  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or
+  // after a call of Link::will_change.
   bool lasting = false;
   FlowRecord* record = nullptr;  // when its bytes went; may be null
 

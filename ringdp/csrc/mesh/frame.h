@@ -22,13 +22,13 @@ inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to th
 inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
 inline constexpr std::size_t kReasonBytes = 512;               // longest text of a goodbye
 
-// In an operation's sequence number: it has no place in the order of its group, but was issued inside a callback, or is a
-// message.
+// In an operation's sequence number: it has no place in the order of its group, but was issued inside a callback, or
+// is a message.
 inline constexpr uint64_t kCallbackBit = 1ULL << 63;
 inline constexpr uint64_t kMessageBit = 1ULL << 62;
 
-// `algorithm` of an operation whose bytes another backend moves, beside these connections: the ranks only tell each other
-// that they begin it. `root` says by which one: a number of foreign_backend_number.
+// `algorithm` of an operation whose bytes another backend moves, beside these connections: the ranks only tell each
+// other that they begin it. `root` says by which one: a number of foreign_backend_number.
 inline constexpr uint8_t kElsewhere = 7;
 int32_t foreign_backend_number(std::string_view name);  // 0 for one without a number of its own
 

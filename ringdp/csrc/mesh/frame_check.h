@@ -1,7 +1,7 @@
-// FrameCheck: the checksums of the frames on one connection (docs/reference/wire_format.md, "Checksums"). A header has one of its own,
-// which is compared before any field of it is used, so that no rank waits for the bytes of a damaged length. On a connection
-// without checksums it adds no byte and computes nothing.
-// Owned by a Link; used by the thread that drives the engine.
+// FrameCheck: the checksums of the frames on one connection (docs/reference/wire_format.md, "Checksums"). A header has
+// one of its own, which is compared before any field of it is used, so that no rank waits for the bytes of a damaged
+// length. On a connection without checksums it adds no byte and computes nothing. Owned by a Link; used by the thread
+// that drives the engine.
 #pragma once
 
 #include <cstddef>

@@ -14,8 +14,8 @@
 //                               <-    resume (frames the acceptor has taken, MAC over all)
 //   resume (connector's)        ->
 //
-// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a connect_fd_socket
-// (MAC over it) and closes. A check ends before the confirm.
+// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a
+// connect_fd_socket (MAC over it) and closes. A check ends before the confirm.
 #pragma once
 
 #include <array>
@@ -71,8 +71,8 @@ struct HandshakeFields {
   Nonce nonce{};
   Purpose purpose = Purpose::kMeet;
   uint8_t met = 0;  // the sender knows that all ranks have met, and their longest round trip: see met_with
-  // Of the pair's connection: of those that break while the ranks meet, and of those of kResume, each by itself. In resume
-  // messages: of the frames that have come.
+  // Of the pair's connection: of those that break while the ranks meet, and of those of kResume, each by itself. In
+  // resume messages: of the frames that have come.
   uint64_t number = 0;
 };
 

@@ -14,8 +14,8 @@
 namespace ringdp {
 namespace {
 
-// The first bytes of a file of the kernel's; empty where it cannot be read. A stream would throw where reading fails after
-// opening has not: a process may end in between.
+// The first bytes of a file of the kernel's; empty where it cannot be read. A stream would throw where reading fails
+// after opening has not: a process may end in between.
 std::string read_proc(const std::string& path) {
   Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   std::array<char, 4096> text;

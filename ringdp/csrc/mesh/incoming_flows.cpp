@@ -80,7 +80,8 @@ bool IncomingFlows::accept(RecvFlow& flow, const FrameHeader& header) {
   return true;
 }
 
-// The peer announces that it takes part in an operation in which it only receives from this rank, or it is in another one.
+// The peer announces that it takes part in an operation in which it only receives from this rank, or it is in another
+// one.
 bool IncomingFlows::has_started(const FrameHeader& header) {
   const StartedOperation known = events_.started(header.group, header.sequence);
   if (!known.started) return false;

@@ -1,8 +1,8 @@
-// IncomingFlows: the flows that a Link receives, and the frames that belong to none of them. A frame may come before this rank has
-// started its operation; then it is kept, and compared when the operation starts (check_early_frames). Every frame's fingerprint
-// is compared with this rank's own operation, so that a disagreement fails the group on all ranks instead of mixing two
-// operations' bytes. Grants what the flows can take.
-// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+// IncomingFlows: the flows that a Link receives, and the frames that belong to none of them. A frame may come before
+// this rank has started its operation; then it is kept, and compared when the operation starts (check_early_frames).
+// Every frame's fingerprint is compared with this rank's own operation, so that a disagreement fails the group on all
+// ranks instead of mixing two operations' bytes. Grants what the flows can take. Owned by the Link, used by it and by
+// its LinkReceiver, on the thread that drives the engine.
 #pragma once
 
 #include <cstddef>

@@ -65,8 +65,8 @@ void Introductions::publish_addresses(const std::vector<std::string>& addresses)
   store_.set(key("at", rank_), write_record({{"addresses", join(addresses, ",")}}));
 }
 
-// Ranks that were started together are asked for together, in two round trips. Those that have come are asked for one by one
-// when others keep them waiting.
+// Ranks that were started together are asked for together, in two round trips. Those that have come are asked for one
+// by one when others keep them waiting.
 Introductions::News Introductions::ask(bool addresses, Clock::duration quiet) {
   std::vector<Question> open;
   for (const Introduction& it : ranks_)

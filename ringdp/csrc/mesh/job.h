@@ -1,5 +1,5 @@
-// Job: the record that rank 0 publishes so that all ranks mean the same job, and the comparison by which a rank explains an
-// honest mistake (another version, world size, restart count, secret). Value types, any thread.
+// Job: the record that rank 0 publishes so that all ranks mean the same job, and the comparison by which a rank
+// explains an honest mistake (another version, world size, restart count, secret). Value types, any thread.
 #pragma once
 
 #include <cstddef>

@@ -141,8 +141,8 @@ void LateConnections::give_up(const std::string& why) {
   }
 }
 
-// False: it is to stop. That is one of the things the bell rings for, so it is looked at with the bell, not before: else a stop in
-// between would be heard after the next sleep only.
+// False: it is to stop. That is one of the things the bell rings for, so it is looked at with the bell, not before:
+// else a stop in between would be heard after the next sleep only.
 bool LateConnections::take_wishes() {
   std::vector<int> wishes;
   std::vector<std::pair<int, bool>> broken;
@@ -203,7 +203,8 @@ void LateConnections::look_for_trouble() {
   }
 }
 
-// A rank that leaves in good order stops listening and closes half-made connections: not a failure unless one is needed.
+// A rank that leaves in good order stops listening and closes half-made connections: not a failure unless one is
+// needed.
 void LateConnections::fail(const Connector::Trouble& trouble) {
   const bool only_checked = state_->connector.checking(trouble.peer);
   const Error error = explain(trouble);

@@ -1,10 +1,11 @@
-// LateConnections: makes the connections of a large job that were not made when the ranks met: those that this rank needs,
-// and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other hosts can be
-// reached, so that a broken path is known before it is needed. In a job of any size it makes those again that have broken.
+// LateConnections: makes the connections of a large job that were not made when the ranks met: those that this rank
+// needs, and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other
+// hosts can be reached, so that a broken path is known before it is needed. In a job of any size it makes those again
+// that have broken.
 //
-// Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start` on,
-// which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and never asks the store.
-// A process without that thread (a forked child) must only destroy it.
+// Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start`
+// on, which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and
+// never asks the store. A process without that thread (a forked child) must only destroy it.
 #pragma once
 
 #include <functional>

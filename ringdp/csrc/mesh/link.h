@@ -1,8 +1,7 @@
-// Link: this rank's connection to one peer, both ways: it splits flows into frames and puts frames back into flows, compares the
-// two sides' descriptions of each operation, and bounds the payload that arrives early (flow control:
-// docs/reference/wire_format.md).
-// Owned by the engine; used only by the thread that drives it. Errors are thrown as Error naming the peer,
-// and leave the link unusable.
+// Link: this rank's connection to one peer, both ways: it splits flows into frames and puts frames back into flows,
+// compares the two sides' descriptions of each operation, and bounds the payload that arrives early (flow control:
+// docs/reference/wire_format.md). Owned by the engine; used only by the thread that drives it. Errors are thrown as
+// Error naming the peer, and leave the link unusable.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +23,9 @@ namespace ringdp {
 
 class Link : public Connection {
  public:
-  // `checksums`: as on the peer's side; a direct channel has none. Without a channel the link waits for one: it keeps what
-  // it has to send, and the first frame asks for the connection. `segment_bytes`: the longest payload of a frame sent.
-  // `heals`: a connection that breaks is made again (`repair`).
+  // `checksums`: as on the peer's side; a direct channel has none. Without a channel the link waits for one: it keeps
+  // what it has to send, and the first frame asks for the connection. `segment_bytes`: the longest payload of a frame
+  // sent. `heals`: a connection that breaks is made again (`repair`).
   Link(PeerInfo self, PeerInfo peer, std::unique_ptr<Channel> channel, const LinkEvents& events, bool checksums = false,
        std::size_t segment_bytes = kSegmentBytes, bool heals = false);
 

@@ -1,7 +1,7 @@
-// LinkReceiver: the receiving half of a Link: it takes bytes from the channel and puts frames back together. A flow's payload goes
-// straight from the channel into the operation's memory where the flow has room for it (`incoming`, `arrived`), else into
-// `spare_`; a direct channel's frames are read where they lie (`take`).
-// Owned by the Link, used by it on the thread that drives the engine.
+// LinkReceiver: the receiving half of a Link: it takes bytes from the channel and puts frames back together. A flow's
+// payload goes straight from the channel into the operation's memory where the flow has room for it (`incoming`,
+// `arrived`), else into `spare_`; a direct channel's frames are read where they lie (`take`). Owned by the Link, used
+// by it on the thread that drives the engine.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class LinkReceiver {
   void detach(RecvFlow& flow);                 // its memory may be gone: the rest of a payload goes nowhere
 
   bool pump(std::size_t budget_bytes);  // true if anything was received
-  // The channel has ended; `error_number` 0: in good order, but without a goodbye. Throws why, unless the peer may have left
-  // in order.
+  // The channel has ended; `error_number` 0: in good order, but without a goodbye. Throws why, unless the peer may
+  // have left in order.
   void on_closed(int error_number);
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // any thread
 

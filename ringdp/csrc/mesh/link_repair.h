@@ -1,8 +1,8 @@
-// LinkRepair: how a connection that has broken is made again. In the meantime its Link works as one that waits for its first
-// connection: it keeps what it has to send. Each side says how many frames it has taken; the other sends the rest again. So
-// that a frame which one side has forgotten is never missing on the other, neither forgets any while the other may not have
-// read all that its host acknowledged: `hold` on both sides comes before `settle` on either (mesh/redialler.h).
-// Owned by a Link, used by its owner on the thread that drives the engine.
+// LinkRepair: how a connection that has broken is made again. In the meantime its Link works as one that waits for its
+// first connection: it keeps what it has to send. Each side says how many frames it has taken; the other sends the
+// rest again. So that a frame which one side has forgotten is never missing on the other, neither forgets any while
+// the other may not have read all that its host acknowledged: `hold` on both sides comes before `settle` on either
+// (mesh/redialler.h). Owned by a Link, used by its owner on the thread that drives the engine.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time.
-// Flows of bulk operations go where no other can, in short frames, as fast as a BulkRate says, and little of them waits in the system
-// unsent. A
-// flow goes as far as the SendWindow lets it: so small messages need no round trip, and a slow rank holds large ones back.
-// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a
+// time. Flows of bulk operations go where no other can, in short frames, as fast as a BulkRate says, and little of
+// them waits in the system unsent. A flow goes as far as the SendWindow lets it: so small messages need no round trip,
+// and a slow rank holds large ones back. Owned by the Link, used by it and by its LinkReceiver, on the thread that
+// drives the engine.
 #pragma once
 
 #include <sys/uio.h>
@@ -44,7 +44,8 @@ class LinkSender {
   void wish();                  // for a connection, where there is none
 
   void interrupted();  // the channel has gone; its frames are kept
-  // There is another one, to a peer that has taken so many frames: the rest goes again. False: they are not here any more.
+  // There is another one, to a peer that has taken so many frames: the rest goes again. False: they are not here any
+  // more.
   bool resumed(uint64_t taken);
   void heard() { heard_ = true; }  // a frame has come on this channel: the peer reads it
 
@@ -63,8 +64,8 @@ class LinkSender {
 
   // What the receiving half hears and does.
   bool grant(const FrameHeader& header);  // false: there is no such flow
-  // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
-  // is due.
+  // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half
+  // the window is due.
   void consumed(uint32_t bytes);
 
   bool pump();  // true if anything was sent

@@ -113,8 +113,8 @@ void MadeConnections::fix(int peer) {
   it.socket.reset();
 }
 
-// No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the store, or
-// the network has ended the connection. Which, others find out; this one is made again.
+// No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the
+// store, or the network has ended the connection. Which, others find out; this one is made again.
 void MadeConnections::note_end(int peer) {
   const int socket = peers_[peer].socket.get();
   auto why = last_words(socket);

@@ -1,8 +1,8 @@
-// MadeConnections: the connections of a Connector that are made. It watches them until they are taken. One that ends is made
-// again, under a higher number (HandshakeFields::number): of two connections of a pair the one with the higher number
-// counts, on both sides, until a channel is made of it (`fix`). A pair that is far apart has further ones
-// (ExtraStreams), and is connected when all are made.
-// Owned by the Connector, used by its thread; owns the sockets until they are taken.
+// MadeConnections: the connections of a Connector that are made. It watches them until they are taken. One that ends
+// is made again, under a higher number (HandshakeFields::number): of two connections of a pair the one with the higher
+// number counts, on both sides, until a channel is made of it (`fix`). A pair that is far apart has further ones
+// (ExtraStreams), and is connected when all are made. Owned by the Connector, used by its thread; owns the sockets
+// until they are taken.
 #pragma once
 
 #include <poll.h>
@@ -42,7 +42,8 @@ class MadeConnections {
   bool wanting(int peer, uint64_t number) const { return !peers_[peer].fixed && number > peers_[peer].number; }
   bool fixed(int peer) const { return peers_[peer].fixed; }
   uint64_t number(int peer) const { return peers_[peer].number; }  // 0: there was none
-  // Whether the hello with this nonce is of the process that has made the peer's first connection, if it has dialled one.
+  // Whether the hello with this nonce is of the process that has made the peer's first connection, if it has dialled
+  // one.
   bool same_process(int peer, const Nonce& nonce) const;
   const SocketAddress& dialled(int peer) const { return peers_[peer].dialled; }  // of length 0 where the peer has
 

@@ -1,10 +1,10 @@
 // PairSetup: how one pair of ranks of a host comes to share memory, or learns why it cannot. The lower rank makes the
-// memory and waits with it at its FdSocket; over the pair's authenticated TCP connection it tells the higher one where.
-// That one fetches it, and alone decides: accepted, or refused with the reason, and then the pair uses its fallback.
-// Nothing blocks.
-// What is decided stays so. The TCP connection may end and another one take its place at any time: each side then says again
-// what it had said on it, and ignores what it had heard. A pair that has come to share memory does not need it any more.
-// Owns the pair's connections until a channel is made of them. Owned by a SharedSetup and used by its thread.
+// memory and waits with it at its FdSocket; over the pair's authenticated TCP connection it tells the higher one
+// where. That one fetches it, and alone decides: accepted, or refused with the reason, and then the pair uses its
+// fallback. Nothing blocks. What is decided stays so. The TCP connection may end and another one take its place at any
+// time: each side then says again what it had said on it, and ignores what it had heard. A pair that has come to share
+// memory does not need it any more. Owns the pair's connections until a channel is made of them. Owned by a
+// SharedSetup and used by its thread.
 //
 //   lower rank                     higher rank
 //   offer (socket, token)   ->     refused, where there is no memory to be had: nothing follows

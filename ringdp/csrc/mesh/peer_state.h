@@ -1,6 +1,6 @@
-// PeerState: a rank's answer to a peer that asks for the state of an operation (ping and pong, docs/reference/wire_format.md).
-// The answer comes from the peer's engine, so it shows that the process lives even where its Python is stuck.
-// Value type, any thread.
+// PeerState: a rank's answer to a peer that asks for the state of an operation (ping and pong,
+// docs/reference/wire_format.md). The answer comes from the peer's engine, so it shows that the process lives even
+// where its Python is stuck. Value type, any thread.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@ namespace ringdp {
 
 inline constexpr std::size_t kPeerStateBytes = 3072;  // longest encoding
 
-// A rank that keeps others waiting, and why. `hops`: over how many ranks the report came; 0: the reporter found it itself.
+// A rank that keeps others waiting, and why. `hops`: over how many ranks the report came; 0: the reporter found it
+// itself.
 struct MissingRank {
   int rank = -1;
   int hops = 0;
@@ -32,11 +33,11 @@ struct PeerState {
 
   Progress progress = Progress::kNoGroup;
   int64_t since_call_ms = -1;  // since it last called any operation; -1: never
-  std::vector<int>
-      waits_for;     // ranks that this, or an earlier operation of the group, needs bytes from or room at; the rank
-                     // itself: its own device owes it bytes
-  std::string name;  // what it calls the operation that was asked for; empty without a name
-  std::string last;  // what it called last in that group; empty if nothing
+  // ranks that this, or an earlier operation of the group, needs bytes from or room at; the rank itself: its own
+  // device owes it bytes
+  std::vector<int> waits_for;
+  std::string name;       // what it calls the operation that was asked for; empty without a name
+  std::string last;       // what it called last in that group; empty if nothing
   std::string elsewhere;  // what it has under way in another group; empty if nothing
   // Of an operation that it has not called: all threads of its program wait for this operation of another group, the
   // one of `elsewhere`; `needs_asker`: that one cannot end before the rank that asks has called it.

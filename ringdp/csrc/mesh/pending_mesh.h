@@ -1,5 +1,5 @@
-// PendingMesh: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`) that all
-// others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
+// PendingMesh: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`)
+// that all others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
 #pragma once
 
 #include <string>

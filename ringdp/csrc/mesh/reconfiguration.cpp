@@ -52,8 +52,8 @@ Record read_handle(const std::string& handle, std::size_t place, std::size_t cou
   return record;
 }
 
-// What is known of the members without a store. It reaches nobody else: a rank that gives up closes its connections, by which
-// the others know.
+// What is known of the members without a store. It reaches nobody else: a rank that gives up closes its connections,
+// by which the others know.
 class HandleStore final : public Store {
  public:
   HandleStore(std::vector<std::string> records, std::string job) : records_(std::move(records)), job_(std::move(job)) {}

@@ -1,6 +1,6 @@
-// Reconfiguration: how ranks meet without a store, as torch's reconfigure wants it. Each has a handle, a text that says where
-// it listens, who it is and what it asks for; somebody hands all handles to all ranks, and the ranks connect by them.
-// Owned by a process group's Reconfigurer, or by a test; used by one thread at a time.
+// Reconfiguration: how ranks meet without a store, as torch's reconfigure wants it. Each has a handle, a text that
+// says where it listens, who it is and what it asks for; somebody hands all handles to all ranks, and the ranks
+// connect by them. Owned by a process group's Reconfigurer, or by a test; used by one thread at a time.
 #pragma once
 
 #include <array>
@@ -15,11 +15,13 @@ namespace ringdp {
 
 class Reconfiguration {
  public:
-  // Of `options`, rank, world, epoch and job have no meaning here. Every pair of ranks is connected, however many they are.
+  // Of `options`, rank, world, epoch and job have no meaning here. Every pair of ranks is connected, however many they
+  // are.
   explicit Reconfiguration(RendezvousOptions options);
 
-  // This rank's handle: the same as long as it lives, one line of printable characters. Whoever has all handles of a group
-  // can join it, unless the ranks have a secret file (RINGDP_SECRET_FILE). Throws Error(kSystem) where it cannot listen.
+  // This rank's handle: the same as long as it lives, one line of printable characters. Whoever has all handles of a
+  // group can join it, unless the ranks have a secret file (RINGDP_SECRET_FILE). Throws Error(kSystem) where it cannot
+  // listen.
   const std::string& handle();
 
   struct Members {
@@ -32,9 +34,9 @@ class Reconfiguration {
     int world = 0;
     Mesh mesh;
   };
-  // Connects to all members. Blocks; `check_interrupt` is called now and then and may throw. Returns when all of them are
-  // connected, and otherwise throws what `meet` throws, on every rank that is still there; Error(kState) for a uuid that was
-  // used before, Error(kValue) for handles that are not a group with this rank in it.
+  // Connects to all members. Blocks; `check_interrupt` is called now and then and may throw. Returns when all of them
+  // are connected, and otherwise throws what `meet` throws, on every rank that is still there; Error(kState) for a
+  // uuid that was used before, Error(kValue) for handles that are not a group with this rank in it.
   Outcome meet(const Members& members, int64_t timeout_ms, const std::function<void()>& check_interrupt);
 
  private:

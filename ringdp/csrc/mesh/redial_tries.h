@@ -1,6 +1,6 @@
-// RedialTries: how it went at the addresses of a peer whose connection is made again: when to dial which next, and whether its process
-// has ended, since its host refuses what it accepted before. Bookkeeping only, time comes in from outside.
-// Owned by a Redialler, used by its thread.
+// RedialTries: how it went at the addresses of a peer whose connection is made again: when to dial which next, and
+// whether its process has ended, since its host refuses what it accepted before. Bookkeeping only, time comes in from
+// outside. Owned by a Redialler, used by its thread.
 #pragma once
 
 #include <cstddef>

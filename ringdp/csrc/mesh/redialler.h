@@ -1,6 +1,7 @@
-// Redialler: makes a connection again that has broken. As at the start the higher rank of a pair dials; the lower one asks it to
-// by knocking, which also shows whether anything listens there: where the peer's address refuses a connection, its process has
-// ended. A connection whose host is silent is replaced in the same way, as soon as a new one comes about.
+// Redialler: makes a connection again that has broken. As at the start the higher rank of a pair dials; the lower one
+// asks it to by knocking, which also shows whether anything listens there: where the peer's address refuses a
+// connection, its process has ended. A connection whose host is silent is replaced in the same way, as soon as a new
+// one comes about.
 //
 //   higher rank                                       lower rank
 //   hello, reply, confirm, padding: as in handshake.h. Then both have stopped sending on the old connection (hold):
@@ -8,9 +9,10 @@
 //   reads it to its end (settle): resume       ->
 //   goes on with what the other lacks                 goes on with what the other lacks
 //
-// A pair with several connections (transport/striped.h) loses them all with one of them. It goes on as soon as the first of the new
-// ones is made; the confirm says how many there are to be. The higher rank dials the others, each up to confirm and padding,
-// and both add them to the channel one by one (add_stream). One that is never made is done without.
+// A pair with several connections (transport/striped.h) loses them all with one of them. It goes on as soon as the
+// first of the new ones is made; the confirm says how many there are to be. The higher rank dials the others, each up
+// to confirm and padding, and both add them to the channel one by one (add_stream). One that is never made is done
+// without.
 //
 // Owned by LateConnections, used by its thread; nothing blocks but the events, which wait for the engine's driver.
 #pragma once

@@ -1,6 +1,6 @@
-// How the ranks of a job meet: they publish who and where they are in the store, connect each to each (in large jobs, to some
-// others: mesh/overlay.h), and prove that they know the job's secret. Blocking, with a deadline; runs once per Runtime, on the
-// thread that creates it.
+// How the ranks of a job meet: they publish who and where they are in the store, connect each to each (in large jobs,
+// to some others: mesh/overlay.h), and prove that they know the job's secret. Blocking, with a deadline; runs once per
+// Runtime, on the thread that creates it.
 #pragma once
 
 #include <functional>
@@ -45,9 +45,9 @@ struct RendezvousOptions {
   bool heals = true;               // connections that break are made again, of this rank's side: it goes on listening
   std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
   int64_t timeout_ms = 60'000;
-  int64_t absent_ms =
-      0;  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all
-          // have. 0: `timeout_ms` is for everything
+  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all have. 0: `timeout_ms`
+  // is for everything
+  int64_t absent_ms = 0;
   int64_t first_notice_ms = 10'000;       // when the log says who is waited for; then at doubling intervals
   std::function<void()> check_interrupt;  // called now and then while meeting; may throw
   std::optional<JobId> job;               // the same on all ranks; nullopt: rank 0 makes one and publishes it
@@ -75,12 +75,13 @@ struct Mesh {
   std::vector<MeshPeer> peers;  // one per rank
   // Makes the connections that are missing, and those again that have broken; null where neither can happen.
   std::unique_ptr<LateConnections> late;
-  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on all ranks.
+  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on
+  // all ranks.
   int64_t round_trip_us = 0;
 };
 
-// Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same
-// story: Error(kHandshake) for ranks that differ or cannot reach each other (with every address tried), Error(kPeerLost) for
+// Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same story:
+// Error(kHandshake) for ranks that differ or cannot reach each other (with every address tried), Error(kPeerLost) for
 // one that died on the way, Error(kTimeout) naming those that are missing, Error(kSystem).
 Mesh meet(Store& store, const RendezvousOptions& options);
 

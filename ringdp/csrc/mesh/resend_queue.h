@@ -1,8 +1,8 @@
-// ResendQueue: the frames that were sent on one connection and may not have arrived. When the connection has broken, the peer says
-// how many frames it has, and the rest goes again on the next one. A payload is not copied as long as the memory of its
-// operation stays as it is; small ones are. What the peer's host has acknowledged is forgotten: the peer reads it, also when the
-// connection has broken, before it says what it has.
-// Owned by a LinkSender, used by it on the thread that drives the engine.
+// ResendQueue: the frames that were sent on one connection and may not have arrived. When the connection has broken,
+// the peer says how many frames it has, and the rest goes again on the next one. A payload is not copied as long as
+// the memory of its operation stays as it is; small ones are. What the peer's host has acknowledged is forgotten: the
+// peer reads it, also when the connection has broken, before it says what it has. Owned by a LinkSender, used by it on
+// the thread that drives the engine.
 #pragma once
 
 #include <sys/uio.h>
@@ -22,8 +22,8 @@ namespace ringdp {
 
 class ResendQueue {
  public:
-  // A frame that is going to be sent behind all before it. `lender`: the payload lies in the memory of that flow's operation;
-  // null: it is copied.
+  // A frame that is going to be sent behind all before it. `lender`: the payload lies in the memory of that flow's
+  // operation; null: it is copied.
   void add(std::span<const std::byte> head, std::span<const std::byte> payload, const SendFlow* lender);
 
   // Payloads up to this are copied at once: that costs less than asking the system what has arrived.

@@ -1,5 +1,6 @@
-// Route: the addresses of one peer, tried one after the other with a short head start each, and the result of each try; it
-// decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialler, used by its thread.
+// Route: the addresses of one peer, tried one after the other with a short head start each, and the result of each
+// try; it decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialler, used by its
+// thread.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// SendWindow: how far the flows to one peer may go. A flow may go as far as the receiver has granted, and eagerly beyond that for
-// its first bytes (SendFlow::eager), while the peer's window has room. It keeps the grants for operations that have not started here yet.
-// Owned by the LinkSender, used by it on the thread that drives the engine.
+// SendWindow: how far the flows to one peer may go. A flow may go as far as the receiver has granted, and eagerly
+// beyond that for its first bytes (SendFlow::eager), while the peer's window has room. It keeps the grants for
+// operations that have not started here yet. Owned by the LinkSender, used by it on the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,8 @@ class SendWindow {
   std::size_t allowance(const SendFlow& flow) const;
   bool sendable(const SendFlow& flow) const;
   SendFlow* next_of(const std::deque<SendFlow*>& flows) const;  // the one whose frame goes next, or null
-  // A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too late.
+  // A small flow that finds the window used up asks for its grant. Once asked, it waits for that, so none comes too
+  // late.
   bool must_request(const SendFlow& flow) const;
 
   void sent_eagerly(std::size_t bytes) { eager_sent_ += static_cast<uint32_t>(bytes); }

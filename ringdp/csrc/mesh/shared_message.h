@@ -1,6 +1,6 @@
-// What two ranks tell each other between the handshake and the first frame: messages of one size, over their authenticated
-// TCP connection and over the Unix socket that shared memory comes through (docs/reference/wire_format.md). Encoding
-// and checking only. Value types, any thread.
+// What two ranks tell each other between the handshake and the first frame: messages of one size, over their
+// authenticated TCP connection and over the Unix socket that shared memory comes through
+// (docs/reference/wire_format.md). Encoding and checking only. Value types, any thread.
 #pragma once
 
 #include <array>

@@ -126,8 +126,8 @@ bool SharedSetup::complete() const {
          std::all_of(tree_.children().begin(), tree_.children().end(), heard);
 }
 
-// Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says that
-// knows that all are ready may be a frame.
+// Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says
+// that knows that all are ready may be a frame.
 bool SharedSetup::waits_for(int peer) const {
   const PairSetup& pair = pairs_[peer];
   if (!pair.connected() || !pair.settled()) return pair.connected();

@@ -1,11 +1,10 @@
 // SharedSetup: how the ranks of a host come to share memory: a PairSetup for each peer, several of them at once. When
 // the pairs of the start are done, all ranks hear through a tree that all are ready (ReadyTree), also where nothing is
 // shared. Pairs may be added after that. Nothing blocks. A pair whose transport needs no memory has nothing to set up:
-// its channel is opened over the TCP connection.
-// A TCP connection that ends while a pair, or the tree, needs it is replaced (`take_cut`, `reconnect`). The words of the tree
-// are said once on each: when this is complete, all that was said to this rank has been read.
-// Used by one thread, that of a `meet` and later that of LateConnections; owns the pairs, and with them their connections
-// until they become channels.
+// its channel is opened over the TCP connection. A TCP connection that ends while a pair, or the tree, needs it is
+// replaced (`take_cut`, `reconnect`). The words of the tree are said once on each: when this is complete, all that was
+// said to this rank has been read. Used by one thread, that of a `meet` and later that of LateConnections; owns the
+// pairs, and with them their connections until they become channels.
 #pragma once
 
 #include <poll.h>
@@ -34,13 +33,13 @@ std::string instead_text(const TransportChoice& choice);
 class SharedSetup {
  public:
   struct Plan {
-    std::vector<TransportChoice> transports;  // per rank; the same at both ends. Where the set-up of a required one
-                                              // fails, this rank is not ready
-    std::vector<int64_t> pids;                // per rank: as this process sees it, -1 where it does not
-    int64_t round_trip_us = 0;                // the longest to a rank of another host; 0: there is none
-    std::size_t ring_bytes = 0;               // each way
-    std::size_t bytes_on_host = 0;            // of all pairs of the start here together; 0: not to be asked for
-    int64_t patience_ms = 5000;  // with a peer that has made an offer, and then does not hand the memory out
+    // per rank; the same at both ends. Where the set-up of a required one fails, this rank is not ready
+    std::vector<TransportChoice> transports;
+    std::vector<int64_t> pids;      // per rank: as this process sees it, -1 where it does not
+    int64_t round_trip_us = 0;      // the longest to a rank of another host; 0: there is none
+    std::size_t ring_bytes = 0;     // each way
+    std::size_t bytes_on_host = 0;  // of all pairs of the start here together; 0: not to be asked for
+    int64_t patience_ms = 5000;     // with a peer that has made an offer, and then does not hand the memory out
 
     bool shares(int peer) const {  // memory is to be set up with it
       const Transport* first = transports[peer].first;
@@ -48,9 +47,8 @@ class SharedSetup {
     }
   };
 
-  // `sockets`: of the start: connected and authenticated, one per rank; none at this rank's place, and for those that are not
-  // connected then.
-  // `streams`: further connections with them, per rank; or empty.
+  // `sockets`: of the start: connected and authenticated, one per rank; none at this rank's place, and for those that
+  // are not connected then. `streams`: further connections with them, per rank; or empty.
   SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams = {});
 
   void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later

@@ -1,5 +1,6 @@
-// Store: the key-value service the ranks meet at; torch's c10d::Store behind an adapter in torch/, or memory for threads.
-// Values come from outside: readers check them. Owned by the caller of `meet`, used by the thread that builds the mesh.
+// Store: the key-value service the ranks meet at; torch's c10d::Store behind an adapter in torch/, or memory for
+// threads. Values come from outside: readers check them. Owned by the caller of `meet`, used by the thread that builds
+// the mesh.
 #pragma once
 
 #include <condition_variable>

@@ -110,8 +110,8 @@ bool TransportSetup::step(Connector& connector) {
     connector.lose(peer);
     cut_.push_back(peer);
   }
-  // Its memory was ready before the end of its connection was seen; or it has met all, and has a channel that it makes again
-  // with this rank's.
+  // Its memory was ready before the end of its connection was seen; or it has met all, and has a channel that it makes
+  // again with this rank's.
   std::erase_if(cut_, [&](int peer) {
     const bool needless = !sharing_->needs_connection(peer) || connector.met(peer) != 0;
     if (needless) connector.fix(peer);

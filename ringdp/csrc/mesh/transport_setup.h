@@ -1,7 +1,7 @@
 // TransportSetup: what a rank does once it is connected with all that it connects with at the start: it comes to share
-// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. What ends meanwhile is
-// connected again. Blocking, until the RendezvousWait is over.
-// Owned by a RendezvousRun and used by its thread; owns the connections from `run` on, in a SharedSetup.
+// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. What ends meanwhile
+// is connected again. Blocking, until the RendezvousWait is over. Owned by a RendezvousRun and used by its thread;
+// owns the connections from `run` on, in a SharedSetup.
 #pragma once
 
 #include <functional>
@@ -27,10 +27,11 @@ class TransportSetup {
                  RendezvousWait& wait)
       : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), trouble_(trouble), wait_(wait) {}
 
-  // Throws where ranks name transports or sites that do not go together. The same on all ranks: each looks at all pairs.
+  // Throws where ranks name transports or sites that do not go together. The same on all ranks: each looks at all
+  // pairs.
   void check_settings() const;
-  // Takes the connections from there, and asks it for others where some end. `look`: at who lives; called now and then, may
-  // throw. Throws what RendezvousRun::run does.
+  // Takes the connections from there, and asks it for others where some end. `look`: at who lives; called now and
+  // then, may throw. Throws what RendezvousRun::run does.
   void run(Connector& connector, const std::function<void()>& look);
 
   bool begun() const { return sharing_.has_value(); }

@@ -1,5 +1,5 @@
-// Channel: an ordered byte stream to one peer that never blocks. A transport implements this and a Transport (transport.h).
-// Used by the thread that drives the engine, one at a time. Owns its descriptor or segment.
+// Channel: an ordered byte stream to one peer that never blocks. A transport implements this and a Transport
+// (transport.h). Used by the thread that drives the engine, one at a time. Owns its descriptor or segment.
 //
 // It is read in one of two ways: `receive` copies what has come; a transport whose bytes are in this process's memory
 // already is `direct` and shows them (`peek`) until they are used up (`consume`).
@@ -73,8 +73,9 @@ class Channel {
   virtual int poll_fd() const = 0;            // for the Poller; readable may mean room, too
   virtual int bell_fd() const { return -1; }  // a second one, if any: every write to it wakes, and none is read
 
-  // A direct channel moves without its descriptor. A thread that sleeps on that says so before: true if from now on it turns
-  // readable when bytes come (with `for_room`, also when room is made); false: something is there already, do not sleep.
+  // A direct channel moves without its descriptor. A thread that sleeps on that says so before: true if from now on it
+  // turns readable when bytes come (with `for_room`, also when room is made); false: something is there already, do
+  // not sleep.
   virtual bool before_sleep(bool /*for_room*/) { return true; }
   virtual void after_sleep() {}
   virtual void noticed() {}  // the descriptor was readable: look at it with the next `peek`, or for room
@@ -84,8 +85,8 @@ class Channel {
   }  // ask it while nothing moves: one that is gone breaks the channel in that many ms
   virtual int64_t host_silence_ms() { return 0; }  // how long it has owed an acknowledgement; 0: it owes none
 
-  // Bytes under way of which nothing arrives, though the peer's host answers: for how long, and how large their packets are
-  // at most.
+  // Bytes under way of which nothing arrives, though the peer's host answers: for how long, and how large their
+  // packets are at most.
   struct HeldUp {
     int64_t ms = 0;  // 0: nothing is
     std::size_t packet_bytes = 0;

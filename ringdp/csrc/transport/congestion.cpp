@@ -32,7 +32,8 @@ std::string line_of(const char* path) {
   return line;
 }
 
-// The kernel's own rate, but evenly: without it, what fits the window leaves at once after a pause and overruns short queues.
+// The kernel's own rate, but evenly: without it, what fits the window leaves at once after a pause and overruns short
+// queues.
 void spread_out(int fd) {
   const uint64_t any = uint64_t{1} << 60;
   setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &any, sizeof(any));

@@ -1,5 +1,6 @@
-// CrowdedLine: how many of a channel's sockets a line has room for. Each keeps some packets under way however slow the line is, and where
-// many of them are lost, fewer sockets carry more. Books only, counts and time come in from outside. Owned by the StripedChannel.
+// CrowdedLine: how many of a channel's sockets a line has room for. Each keeps some packets under way however slow the
+// line is, and where many of them are lost, fewer sockets carry more. Books only, counts and time come in from
+// outside. Owned by the StripedChannel.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Poller: waits until one of several descriptors can move bytes, until a time, or until another thread wakes it (epoll(7),
-// eventfd(2), timerfd_create(2)).
-// `wake` may be called from any thread, the rest by the thread that drives the engine.
+// Poller: waits until one of several descriptors can move bytes, until a time, or until another thread wakes it
+// (epoll(7), eventfd(2), timerfd_create(2)). `wake` may be called from any thread, the rest by the thread that drives
+// the engine.
 #pragma once
 
 #include <cstdint>

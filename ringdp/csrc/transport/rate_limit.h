@@ -1,5 +1,5 @@
-// A sender that is not faster than a given line, in software: RateLimiter keeps the books for all channels of a process,
-// LimitedChannel asks it before each send. What is received is not limited: the peers limit what they send.
+// A sender that is not faster than a given line, in software: RateLimiter keeps the books for all channels of a
+// process, LimitedChannel asks it before each send. What is received is not limited: the peers limit what they send.
 // Used by the thread that drives the engine, which sleeps until `next` where a channel is held back.
 #pragma once
 

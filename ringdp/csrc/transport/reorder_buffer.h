@@ -1,5 +1,6 @@
-// ReorderBuffer: what has arrived of a byte stream ahead of its turn, until it is its turn. Stretches do not overlap, and none
-// reaches further than a bound beyond the next byte, so the memory is bounded, too. Used by one thread at a time.
+// ReorderBuffer: what has arrived of a byte stream ahead of its turn, until it is its turn. Stretches do not overlap,
+// and none reaches further than a bound beyond the next byte, so the memory is bounded, too. Used by one thread at a
+// time.
 #pragma once
 
 #include <sys/uio.h>

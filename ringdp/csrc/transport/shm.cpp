@@ -42,9 +42,9 @@ struct Control {
 };
 static_assert(sizeof(Control) <= PairMemory::kControlBytes);
 
-// Single producer, single consumer per direction. A side that is about to sleep first says so, then looks once more; the
-// other first moves its counter, then looks whether anybody sleeps. Both in sequentially consistent order, so one of the
-// two sees the other.
+// Single producer, single consumer per direction. A side that is about to sleep first says so, then looks once more;
+// the other first moves its counter, then looks whether anybody sleeps. Both in sequentially consistent order, so one
+// of the two sees the other.
 class ShmChannel final : public Channel {
  public:
   explicit ShmChannel(SharedPair pair)
@@ -162,9 +162,9 @@ class ShmChannel final : public Channel {
     [[maybe_unused]] auto ignored = ::send(socket_.get(), &ring, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  // An eventfd rather than the socket: the kernel takes a write to that for a hand-over and wakes the sleeper on the core of
-  // the writer, which goes on; two ranks then share one core while another is idle (45 us per small all-reduce, 9 apart).
-  // Where descriptors have run out the socket serves.
+  // An eventfd rather than the socket: the kernel takes a write to that for a hand-over and wakes the sleeper on the
+  // core of the writer, which goes on; two ranks then share one core while another is idle (45 us per small
+  // all-reduce, 9 apart). Where descriptors have run out the socket serves.
   void hand_over_bell() {
     if (!bell_) return;
     std::byte byte{0};

@@ -1,5 +1,5 @@
-// Stripe: a piece of a byte stream as it travels on one of several sockets (striped.h): 16 bytes that say where in the stream it
-// belongs, then its bytes. One of length 0 says where the stream ends. Value types, any thread.
+// Stripe: a piece of a byte stream as it travels on one of several sockets (striped.h): 16 bytes that say where in the
+// stream it belongs, then its bytes. One of length 0 says where the stream ends. Value types, any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// One socket of a StripedChannel, its two halves. StripeSender: stripes go out whole, one after the other; what the socket has no
-// room for is kept and follows when it has. StripeReceiver: stripes come in, straight to where they are wanted if it is their
-// turn, else by way of the channel's ReorderBuffer.
-// Owned and used by the StripedChannel, which also owns the socket's Channel.
+// One socket of a StripedChannel, its two halves. StripeSender: stripes go out whole, one after the other; what the
+// socket has no room for is kept and follows when it has. StripeReceiver: stripes come in, straight to where they are
+// wanted if it is their turn, else by way of the channel's ReorderBuffer. Owned and used by the StripedChannel, which
+// also owns the socket's Channel.
 #pragma once
 
 #include <array>
@@ -30,8 +30,8 @@ class StripeSender {
 
   // Where in the stream the first stripe begins that may not have come to the peer's channel whole; nullopt: all have.
   std::optional<uint64_t> undelivered_from();
-  // The peer's host acknowledges what comes on a socket that its channel does not have yet, and would not read it if the
-  // connection broke now: none of it counts as delivered, until something comes back on the socket.
+  // The peer's host acknowledges what comes on a socket that its channel does not have yet, and would not read it if
+  // the connection broke now: none of it counts as delivered, until something comes back on the socket.
   void doubt() { doubted_ = true; }
   void trust() { doubted_ = false; }
 

@@ -277,8 +277,8 @@ void StripedChannel::note_more() {
       says_more_ ? ::write(more_.get(), &value, sizeof(value)) : ::read(more_.get(), &value, sizeof(value));
 }
 
-// Nothing has come. A socket that ends before its stream does ends all: what the others bring is still taken in, and then
-// nothing is waited for.
+// Nothing has come. A socket that ends before its stream does ends all: what the others bring is still taken in, and
+// then nothing is waited for.
 IoStatus StripedChannel::end_of_stream(int& error_number) {
   std::size_t ended = 0;
   for (auto& it : lanes_) {

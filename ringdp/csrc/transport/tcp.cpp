@@ -104,8 +104,8 @@ class TcpChannel final : public Channel {
   }
   void close_send() override { shutdown(fd_.get(), SHUT_WR); }
 
-  // tcp(7): a stopped or busy process does not matter, its kernel answers. TCP_USER_TIMEOUT would end the connection to a
-  // peer that lives and does not read.
+  // tcp(7): a stopped or busy process does not matter, its kernel answers. TCP_USER_TIMEOUT would end the connection
+  // to a peer that lives and does not read.
   void watch_host(int64_t silence_ms) override {
     int on = 1, count = 3, period_s = static_cast<int>(std::max<int64_t>(1, silence_ms / 1000 / (count + 1)));
     setsockopt(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
@@ -114,8 +114,8 @@ class TcpChannel final : public Channel {
     setsockopt(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof(count));
   }
 
-  // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. Bytes that are
-  // held back because the peer's window is shut are not owed: its host answers the probes.
+  // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. Bytes that
+  // are held back because the peer's window is shut are not owed: its host answers the probes.
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
   std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }

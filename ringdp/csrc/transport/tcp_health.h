@@ -1,5 +1,6 @@
-// TcpHealth: what the kernel's counters of a connection tell of the peer's host and of the path to it, whatever the peer's
-// process does. Bookkeeping only: numbers and time come in from outside. Owned by a TcpWatch, used by its thread.
+// TcpHealth: what the kernel's counters of a connection tell of the peer's host and of the path to it, whatever the
+// peer's process does. Bookkeeping only: numbers and time come in from outside. Owned by a TcpWatch, used by its
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@
 
 namespace ringdp {
 
-// The shortest round trip of a connection so far, by the kernel: what a busy process adds does not count. 0: it does not know.
+// The shortest round trip of a connection so far, by the kernel: what a busy process adds does not count. 0: it does
+// not know.
 int64_t tcp_round_trip_us(int fd);
 
 class TcpHealth {
@@ -30,8 +32,8 @@ class TcpHealth {
     std::size_t window_bytes = 0;     // that the peer has room for
 
     static std::optional<Counters> of(int fd);
-    // Something should arrive. The first hop may drop a packet so that the kernel knows of it (an interface whose other end
-    // has a smaller MTU): then nothing is under way, and it tries again and again.
+    // Something should arrive. The first hop may drop a packet so that the kernel knows of it (an interface whose
+    // other end has a smaller MTU): then nothing is under way, and it tries again and again.
     bool pending() const { return unacknowledged > 0 || refused(); }
     bool refused() const { return unacknowledged == 0 && waiting_bytes > 0 && window_bytes >= packet_bytes; }
   };
@@ -46,8 +48,8 @@ class TcpHealth {
 
   // How long the host has owed an acknowledgement and said nothing at all; 0: it owes none.
   int64_t silence_ms(Clock::time_point now) const;
-  // How long nothing of what is under way has arrived, sent again several times, while the host answers otherwise: the path
-  // loses it. 0 while that is not certain.
+  // How long nothing of what is under way has arrived, sent again several times, while the host answers otherwise: the
+  // path loses it. 0 while that is not certain.
   int64_t held_up_ms(Clock::time_point now) const;
   std::size_t packet_bytes_under_way() const;  // at most
   bool doubtful(Clock::time_point now) const;  // whether the host answers would decide: ask it elsewhere

@@ -1,5 +1,5 @@
-// Which setting of the system makes a connection over a long path slow, by the kernel's own account of what it waited for.
-// Any thread.
+// Which setting of the system makes a connection over a long path slow, by the kernel's own account of what it waited
+// for. Any thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Checks of the arguments of torch's collectives, with the messages of torch's own backends, for which users' tests look.
-// They throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
+// Checks of the arguments of torch's collectives, with the messages of torch's own backends, for which users' tests
+// look. They throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,9 +1,9 @@
-// BackwardUnit: which steps count together. One backward may go through several reducers; the steps that it makes are one unit of their
-// elastic group, so that a lost rank's part is in the means of all of them or of none. A backward that runs in a node of another one
-// (reentrant checkpointing) is a part of that one.
-// Between calls: a step whose backward has run to its end is here as long as something else of that backward has not; when nothing
-// has, all of them are made, in the order in which they began, which is the same on all ranks.
-// Owned by the group's ProcessGroupRing. Any thread, without the GIL; a reducer's own lock may be held in `begin` alone.
+// BackwardUnit: which steps count together. One backward may go through several reducers; the steps that it makes are
+// one unit of their elastic group, so that a lost rank's part is in the means of all of them or of none. A backward
+// that runs in a node of another one (reentrant checkpointing) is a part of that one. Between calls: a step whose
+// backward has run to its end is here as long as something else of that backward has not; when nothing has, all of
+// them are made, in the order in which they began, which is the same on all ranks. Owned by the group's
+// ProcessGroupRing. Any thread, without the GIL; a reducer's own lock may be held in `begin` alone.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@
 
 namespace ringdp {
 
-// Runs at the end of the backward that this thread is in, without the GIL; what `run` throws, that backward raises. Its warnings
-// are Python's on every device: a backward of tensors on a device ends in a thread of autograd's, in which torch prints them
-// to stderr, where no filter and no test sees them.
+// Runs at the end of the backward that this thread is in, without the GIL; what `run` throws, that backward raises.
+// Its warnings are Python's on every device: a backward of tensors on a device ends in a thread of autograd's, in
+// which torch prints them to stderr, where no filter and no test sees them.
 void at_end_of_backward(std::function<void()> run);
 
 class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
@@ -35,7 +35,8 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
     virtual std::vector<double> weights() = 0;  // see ElasticGroup::know_weights
     virtual void wait() = 0;                    // until its buckets have their means
     virtual void counts() = 0;                  // hands the means out
-    // Called by an exception's handler: it does not count, and is not made again. Throws that exception with the step's number.
+    // Called by an exception's handler: it does not count, and is not made again. Throws that exception with the
+    // step's number.
     [[noreturn]] virtual void stopped() = 0;
   };
 
@@ -43,11 +44,11 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
 
   // The step's backward has begun in this thread. The backward's graph task keeps `alive`.
   void begin(const std::shared_ptr<Step>& step, const std::shared_ptr<void>& alive);
-  // It has run to its end. `complete`: false: the step lacks gradients, and does not count. If nothing else of the backward is open,
-  // the means of all its steps are handed out when this returns.
+  // It has run to its end. `complete`: false: the step lacks gradients, and does not count. If nothing else of the
+  // backward is open, the means of all its steps are handed out when this returns.
   void end(const Step& step, bool complete);
-  // The step's reducer is called in a node of a backward that this thread runs (checkpointing): what begins there ends with it. A step
-  // of the same reducer that is waiting for that end is made now: a reducer has one step at a time.
+  // The step's reducer is called in a node of a backward that this thread runs (checkpointing): what begins there ends
+  // with it. A step of the same reducer that is waiting for that end is made now: a reducer has one step at a time.
   void called_in_backward(const Step& step);
 
  private:

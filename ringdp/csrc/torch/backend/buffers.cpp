@@ -274,8 +274,8 @@ Buffers::~Buffers() {
   }
 }
 
-// The threads that drive are outside of the caller's inference_mode, in which alone its tensors may be changed; those of
-// others may be changed in it, too.
+// The threads that drive are outside of the caller's inference_mode, in which alone its tensors may be changed; those
+// of others may be changed in it, too.
 void Buffers::before() {
   const c10::InferenceMode inference;
   for (auto& step : at_start_) step();

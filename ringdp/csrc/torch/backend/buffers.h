@@ -1,5 +1,6 @@
-// Buffers: tensors as the core sees them, flat bytes and an element type. Tensors that the core cannot take are refused here.
-// Owned by the operation and its Work together. Any thread; tensors are only read, unless said otherwise.
+// Buffers: tensors as the core sees them, flat bytes and an element type. Tensors that the core cannot take are
+// refused here. Owned by the operation and its Work together. Any thread; tensors are only read, unless said
+// otherwise.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +18,8 @@
 
 namespace ringdp {
 
-// Throws Error(kValue) naming `what` for tensors that are not dense, neither on the CPU nor on CUDA, or of a type without a
-// wire format.
+// Throws Error(kValue) naming `what` for tensors that are not dense, neither on the CPU nor on CUDA, or of a type
+// without a wire format.
 DType dtype_of(const at::Tensor& tensor, const char* what);
 // Of any tensor; throws Error(kValue) for a type without a wire format.
 DType element_type(at::ScalarType type, const char* what);
@@ -32,9 +33,9 @@ bool share_memory(const std::vector<at::Tensor>& tensors);
 // Whether there are bytes between the first and the last element of both, neither of which is empty.
 bool memory_overlaps(const at::Tensor& one, const at::Tensor& other);
 
-// The tensors of one operation. On the CPU contiguous ones are used in place; others through a flat copy, filled when the
-// operation starts and copied back when it is complete. Those on a device, one per operation, have a mirror in pinned memory;
-// where they are not contiguous, of a flat copy on the device. Shared by the operation and its Work.
+// The tensors of one operation. On the CPU contiguous ones are used in place; others through a flat copy, filled when
+// the operation starts and copied back when it is complete. Those on a device, one per operation, have a mirror in
+// pinned memory; where they are not contiguous, of a flat copy on the device. Shared by the operation and its Work.
 class Buffers {
  public:
   explicit Buffers(DeviceSide& devices, const char* what, at::Tensor premultiplier = {})

@@ -1,5 +1,5 @@
-// Call: one call of torch's collective API. It collects the engine's operations of the call, then makes the Work, and waits
-// if the call is synchronous. A local variable of the calling thread, without the GIL.
+// Call: one call of torch's collective API. It collects the engine's operations of the call, then makes the Work, and
+// waits if the call is synchronous. A local variable of the calling thread, without the GIL.
 #pragma once
 
 #include <memory>

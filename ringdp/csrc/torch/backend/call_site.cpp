@@ -16,8 +16,8 @@ constexpr int kKeyFrames = 32;   // of a stack that tell it apart
 constexpr int kTextFrames = 20;  // of it that are remembered as text
 constexpr std::size_t kSlots = 2 * static_cast<std::size_t>(kMostCallSites);
 
-// One frame of the interpreter: its code, where in it, and the frame below. Where Python has them is not part of its API;
-// it is the same throughout a minor release.
+// One frame of the interpreter: its code, where in it, and the frame below. Where Python has them is not part of its
+// API; it is the same throughout a minor release.
 #if defined(Py_GIL_DISABLED) || PY_VERSION_HEX >= 0x030F0000
 constexpr bool kKnown = false;
 struct Frame {

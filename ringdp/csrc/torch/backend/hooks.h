@@ -1,6 +1,6 @@
-// Hooks: what torch's users are told of a process group of ring: that it fails (abort hooks, torch 2.14) and that an operation
-// has succeeded (completion hooks, torch 2.15). Owned by a ProcessGroupRing and shared with its works. Any thread; an abort
-// hook may take Python's lock, so it runs on a thread of its own, a completion hook must not.
+// Hooks: what torch's users are told of a process group of ring: that it fails (abort hooks, torch 2.14) and that an
+// operation has succeeded (completion hooks, torch 2.15). Owned by a ProcessGroupRing and shared with its works. Any
+// thread; an abort hook may take Python's lock, so it runs on a thread of its own, a completion hook must not.
 #pragma once
 
 #include <atomic>
@@ -38,7 +38,8 @@ class Hooks {
   void add_completion_hook(int64_t id, CompletionHook hook);
   void remove_completion_hook(int64_t id);
 
-  // What Engine::listen takes: a failure runs the abort hooks, as long as the caller keeps it. It must go before this does.
+  // What Engine::listen takes: a failure runs the abort hooks, as long as the caller keeps it. It must go before this
+  // does.
   std::shared_ptr<const FailureListener> make_listener() {
     return std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); });
   }

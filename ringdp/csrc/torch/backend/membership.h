@@ -1,4 +1,5 @@
-// Membership: what a process group moves its bytes with. Replaced as a whole when the group is reconfigured. Value type.
+// Membership: what a process group moves its bytes with. Replaced as a whole when the group is reconfigured. Value
+// type.
 #pragma once
 
 #include <memory>

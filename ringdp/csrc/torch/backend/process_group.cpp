@@ -51,7 +51,8 @@ std::shared_ptr<const FailureListener> ProcessGroupRing::listener_of_other_failu
   });
 }
 
-// torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may need it.
+// torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may
+// need it.
 ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
   if (elastic_) elastic_->on_install({});

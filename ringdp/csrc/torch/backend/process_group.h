@@ -1,6 +1,6 @@
-// ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps its
-// Work; nothing else. Owned by torch's ProcessGroup. Any thread; the order of calls must be the same on all ranks. Called
-// without the GIL.
+// ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps
+// its Work; nothing else. Owned by torch's ProcessGroup. Any thread; the order of calls must be the same on all ranks.
+// Called without the GIL.
 #pragma once
 
 #include <memory>
@@ -50,17 +50,19 @@ class ProcessGroupRing final : public c10d::Backend {
   int rank() const { return elastic_ ? elastic_->rank() : getRank(); }
   int size() const { return elastic_ ? elastic_->size() : getSize(); }
 
-  // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
+  // The watchdog of a backend that moves this group's device tensors; made at the first call. See
+  // torch/backend/watchdog.h.
   std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
-  // Of an operation that its caller waits for in the next step only. `shutdown` waits for it, so that a rank that ends first
-  // does not fail it for the others.
+  // Of an operation that its caller waits for in the next step only. `shutdown` waits for it, so that a rank that ends
+  // first does not fail it for the others.
   void finish_before_shutdown(const c10::intrusive_ptr<c10d::Work>& work);
 
   // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
-  // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be null.
-  // `factors`: of each rank, by which its input is multiplied first, the same on all ranks; empty but for float32 and float64
-  // on the CPU. `input`: on the CPU, as `buffer`, read in its place and left as it is; undefined: the buffer is the input, too.
+  // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be
+  // null. `factors`: of each rank, by which its input is multiplied first, the same on all ranks; empty but for
+  // float32 and float64 on the CPU. `input`: on the CPU, as `buffer`, read in its place and left as it is; undefined:
+  // the buffer is the input, too.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                     std::shared_ptr<FiniteReport> report,
                                                     std::vector<double> factors = {}, at::Tensor input = {});

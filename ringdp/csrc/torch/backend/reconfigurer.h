@@ -1,6 +1,6 @@
-// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs at a
-// time, on a thread of its own: it meets the new members, makes a Runtime and a group of them, and gives both to its owner;
-// an attempt that fails gives nothing. Owned by a ProcessGroupRing; any thread, without the GIL.
+// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs
+// at a time, on a thread of its own: it meets the new members, makes a Runtime and a group of them, and gives both to
+// its owner; an attempt that fails gives nothing. Owned by a ProcessGroupRing; any thread, without the GIL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

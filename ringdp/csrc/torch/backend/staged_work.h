@@ -1,5 +1,6 @@
-// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the earlier ones.
-// Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any thread.
+// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the
+// earlier ones. Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any
+// thread.
 #pragma once
 
 #include <memory>

@@ -25,8 +25,9 @@ StoreAdapter::StoreAdapter(c10::intrusive_ptr<c10d::Store> store, std::string pr
     watch_ = std::make_unique<StoreWatch>(tcp->getHost(), tcp->getPort());
 }
 
-// torch's stores throw DistNetworkError when their server is gone, or when the watch has ended the call, and DistStoreError
-// on a connection that was already found broken. None of the calls below waits for a key, so none can time out otherwise.
+// torch's stores throw DistNetworkError when their server is gone, or when the watch has ended the call, and
+// DistStoreError on a connection that was already found broken. None of the calls below waits for a key, so none can
+// time out otherwise.
 template <class Call>
 auto StoreAdapter::guarded(Call call) {
   struct Watched {

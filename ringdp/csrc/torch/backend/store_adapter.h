@@ -1,4 +1,5 @@
-// torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the GIL.
+// torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the
+// GIL.
 #pragma once
 
 #include <memory>

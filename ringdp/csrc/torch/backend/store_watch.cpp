@@ -89,8 +89,8 @@ void StoreWatch::find_connections() {
   closedir(folder);
 }
 
-// The store answers in the order of the requests. If it answers a later request, on another connection, the answer to this one
-// is lost. A connecting TCPStore sends a request, and may wait for its answer without a limit.
+// The store answers in the order of the requests. If it answers a later request, on another connection, the answer to
+// this one is lost. A connecting TCPStore sends a request, and may wait for its answer without a limit.
 bool StoreWatch::short_answers_come(Clock::time_point call) {
   const auto waited = Clock::now() - call;
   if (!answered_ && waited >= kAskAfter) {

@@ -1,7 +1,7 @@
-// StoreWatch: watches the calls of a joining rank to torch's TCPStore, which wait for an answer without a limit. It logs a call
-// that takes long. It ends a call whose request or answer does not arrive by shutting its connection down; `take_verdict` then
-// gives the reason. It has a thread of its own, which is active only while a call takes longer than a second.
-// Owned by the StoreAdapter, used by the thread that creates a process group.
+// StoreWatch: watches the calls of a joining rank to torch's TCPStore, which wait for an answer without a limit. It
+// logs a call that takes long. It ends a call whose request or answer does not arrive by shutting its connection down;
+// `take_verdict` then gives the reason. It has a thread of its own, which is active only while a call takes longer
+// than a second. Owned by the StoreAdapter, used by the thread that creates a process group.
 #pragma once
 
 #include <atomic>

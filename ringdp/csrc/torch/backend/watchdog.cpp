@@ -61,7 +61,8 @@ void BackendWatchdog::run(const std::shared_ptr<State>& state, const c10::intrus
   if (state->failure && !state->stopping) {
     const std::string cause = text_of(state->failure);
     lock.unlock();
-    // The log line comes before the abort, which may end the process (torch's watchdog of NCCL) or only show as wrong numbers.
+    // The log line comes before the abort, which may end the process (torch's watchdog of NCCL) or only show as wrong
+    // numbers.
     log(LogLevel::kError, "aborting " + state->name + ", which would wait for ever: " + cause);
     try {
       foreign->abort();

@@ -1,7 +1,6 @@
-// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy back
-// is queued; `wait` orders the current streams after that.
-// Owned by Python and, for asynchronous operations, by the completion thread, which marks its future. Any thread, with or
-// without the GIL.
+// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy
+// back is queued; `wait` orders the current streams after that. Owned by Python and, for asynchronous operations, by
+// the completion thread, which marks its future. Any thread, with or without the GIL.
 #pragma once
 
 #include <atomic>
@@ -32,7 +31,8 @@ class RingWork final : public c10d::Work {
   void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
   // Whom it tells of its success. Called before the work is handed out.
   void report_to(std::shared_ptr<Hooks> hooks) { hooks_ = std::move(hooks); }
-  // It belongs to no unit of that group: a lost member makes it fail with MembershipChanged. Before the work is handed out.
+  // It belongs to no unit of that group: a lost member makes it fail with MembershipChanged. Before the work is handed
+  // out.
   void belong_to(std::weak_ptr<ElasticGroup> elastic) { elastic_ = std::move(elastic); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);

@@ -1,6 +1,6 @@
-// The CUDA kernels for Python, over tensors of one device: `cuda_select` for compression/methods/sparse.py, the others for
-// tests and benchmarks. They run on the device's current stream; nothing waits for them. In a build without kernels
-// `cuda_kernels` says so and the others raise.
+// The CUDA kernels for Python, over tensors of one device: `cuda_select` for compression/methods/sparse.py, the others
+// for tests and benchmarks. They run on the device's current stream; nothing waits for them. In a build without
+// kernels `cuda_kernels` says so and the others raise.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>

@@ -1,4 +1,5 @@
-// ringdp._C for elastic jobs: groups whose members may change after a loss. Everything that may block lets go of the GIL.
+// ringdp._C for elastic jobs: groups whose members may change after a loss. Everything that may block lets go of the
+// GIL.
 #include <functional>
 #include <memory>
 #include <optional>

@@ -33,8 +33,8 @@ std::weak_ptr<Runtime> world_runtime;
 std::weak_ptr<ElasticGroup> world_elastic;     // the default group, if its members may change
 std::vector<std::weak_ptr<Runtime>> runtimes;  // all of this process: ended at exit by shut_down_all
 
-// torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
-// left by the n-th of a name must not be read by the n+1-th. All ranks make their groups in the same order.
+// torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what
+// was left by the n-th of a name must not be read by the n+1-th. All ranks make their groups in the same order.
 std::string store_prefix(const std::string& group_id) {
   static std::map<std::string, int> made;
   std::lock_guard lock(runtime_mutex);

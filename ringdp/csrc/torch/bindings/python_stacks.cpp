@@ -1,6 +1,6 @@
-// ringdp._C.set_stack_source: how dumps and stall notices get Python's stacks. With Python's lock where it can be had in time: the
-// frames then stand still. Where it cannot, some thread holds it inside C code, so no Python runs and the frames stand still as
-// well: faulthandler's signal handler writes them without the lock.
+// ringdp._C.set_stack_source: how dumps and stall notices get Python's stacks. With Python's lock where it can be had
+// in time: the frames then stand still. Where it cannot, some thread holds it inside C code, so no Python runs and the
+// frames stand still as well: faulthandler's signal handler writes them without the lock.
 #include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>

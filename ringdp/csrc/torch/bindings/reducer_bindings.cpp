@@ -1,5 +1,5 @@
-// ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook waits
-// for the GIL.
+// ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook
+// waits for the GIL.
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -74,9 +74,9 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   return make_shared_without_python_lock<Reducer>(std::move(described), std::move(group), std::move(options));
 }
 
-// From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between forward
-// and backward and without `sync`: that backward is to synchronise, even if its forward was told not to.
-// A backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
+// From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between
+// forward and backward and without `sync`: that backward is to synchronise, even if its forward was told not to. A
+// backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
 // parameters come from autograd.grad, and nothing would be averaged.
 void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync,
                           const std::optional<bool>& training) {

@@ -1,4 +1,5 @@
-// SmallSum for Python: a pushpull of one small key without an optimizer, an all-reduce and as little around it as can be.
+// SmallSum for Python: a pushpull of one small key without an optimizer, an all-reduce and as little around it as can
+// be.
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -21,7 +22,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Of one key, as long as the ranks' settings stay as they are. Owned by Python; used by one thread at a time, on all ranks alike.
+// Of one key, as long as the ranks' settings stay as they are. Owned by Python; used by one thread at a time, on all
+// ranks alike.
 class SmallSum {
  public:
   struct Part {
@@ -44,8 +46,8 @@ class SmallSum {
     options_.asyncOp = false;
   }
 
-  // The sum of all ranks' values, into `out`, or into `value` where that is None. False, with nothing done, where one of them
-  // is not a plain tensor of the key's, contiguous and on the CPU.
+  // The sum of all ranks' values, into `out`, or into `value` where that is None. False, with nothing done, where one
+  // of them is not a plain tensor of the key's, contiguous and on the CPU.
   bool run(const py::object& value, const py::object& out) {
     if (!takes(value) || !(out.is_none() || takes(out))) return false;
     const at::Tensor from = THPVariable_Unpack(value.ptr());

@@ -1,6 +1,6 @@
-// RingWork for Python: a Work whose future knows which operation it follows, so that collectives issued in its callbacks are
-// matched on all ranks, whether a callback runs at once (attached to a future that is already complete) or later on a
-// completion thread. (torch's own future cannot hold that: it cannot be derived from.)
+// RingWork for Python: a Work whose future knows which operation it follows, so that collectives issued in its
+// callbacks are matched on all ranks, whether a callback runs at once (attached to a future that is already complete)
+// or later on a completion thread. (torch's own future cannot hold that: it cannot be derived from.)
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <atomic>
@@ -23,10 +23,12 @@ namespace {
 namespace py = pybind11;
 using torch::jit::PythonFutureWrapper;
 
-// A second enable_shared_from_this makes pybind11 leave the first alone, from which it cannot cast down (no virtual function).
+// A second enable_shared_from_this makes pybind11 leave the first alone, from which it cannot cast down (no virtual
+// function).
 struct NoSharedFromThis : std::enable_shared_from_this<NoSharedFromThis> {};
 
-// torch.futures.Future, but callbacks run in a CallbackScope. The n-th callback's path is made of its future's path and n.
+// torch.futures.Future, but callbacks run in a CallbackScope. The n-th callback's path is made of its future's path
+// and n.
 class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
  public:
   using Attach = std::function<uint64_t()>;  // how many callbacks came before
@@ -40,8 +42,8 @@ class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
     return std::shared_ptr<RingFuture>(owner, made);
   }
 
-  // torch's own makes a RuntimeError of the text of whatever the callback raises. Here a RuntimeError, ringdp's among them, and
-  // what ends a program stay what they are.
+  // torch's own makes a RuntimeError of the text of whatever the callback raises. Here a RuntimeError, ringdp's among
+  // them, and what ends a program stay what they are.
   std::shared_ptr<RingFuture> then_in_scope(py::function callback) {
     const uint64_t path = next_path();
     auto scoped = std::make_shared<torch::jit::PythonFunctionGuard>(in_scope(std::move(callback), path));

@@ -1,6 +1,6 @@
-// DeviceCodec: the codecs of codec/codec.h over memory of one kind of device, many runs per call. On a device a call queues
-// work on a stream and returns; on the CPU it is done when it returns, and the stream is not looked at.
-// Same bits everywhere. Stateless, any thread; the stream's device is the current one.
+// DeviceCodec: the codecs of codec/codec.h over memory of one kind of device, many runs per call. On a device a call
+// queues work on a stream and returns; on the CPU it is done when it returns, and the stream is not looked at. Same
+// bits everywhere. Stateless, any thread; the stream's device is the current one.
 #pragma once
 
 #include <ATen/core/Tensor.h>

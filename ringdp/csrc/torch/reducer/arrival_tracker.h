@@ -1,7 +1,7 @@
-// ArrivalTracker: which gradients have arrived in this backward, and which bucket may leave: buckets leave in index order, each
-// when all its gradients are there. With a static graph it counts in the first backward how often each parameter's gradient
-// arrives (once for each use of the parameter), and in later ones takes the last of them. No torch.
-// Owned by the Reducer, used under its lock.
+// ArrivalTracker: which gradients have arrived in this backward, and which bucket may leave: buckets leave in index
+// order, each when all its gradients are there. With a static graph it counts in the first backward how often each
+// parameter's gradient arrives (once for each use of the parameter), and in later ones takes the last of them. No
+// torch. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +40,8 @@ class ArrivalTracker {
   // The next bucket in order, if it is full; until note_sent says that it has left.
   std::optional<std::size_t> next_full() const;
   void note_sent(std::size_t bucket) { next_bucket_ = bucket + 1; }
-  // The backward has run to its end. False: gradients are missing that had to come. `all_required`: each parameter's is.
+  // The backward has run to its end. False: gradients are missing that had to come. `all_required`: each parameter's
+  // is.
   bool complete(bool all_required) const;
   void graph_learned() { learned_ = static_graph_; }
 

@@ -1,7 +1,8 @@
-// BackwardEnd: the end of a backward, from its last gradient to the means: it waits for the buckets, learns which parameters
-// some rank has used, sends the buckets that this makes necessary, commits what compression keeps, and hands the means out.
-// Owned by the Reducer. Its methods run one after the other in Reducer::end_backward, under the reducer's lock; those that say
-// "without the lock" wait for operations or run Python code, which may ask the reducer something. None holds the GIL.
+// BackwardEnd: the end of a backward, from its last gradient to the means: it waits for the buckets, learns which
+// parameters some rank has used, sends the buckets that this makes necessary, commits what compression keeps, and
+// hands the means out. Owned by the Reducer. Its methods run one after the other in Reducer::end_backward, under the
+// reducer's lock; those that say "without the lock" wait for operations or run Python code, which may ask the reducer
+// something. None holds the GIL.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// BackwardState: whether the next backward synchronises, whether one that does is under way, and how it ended. No torch.
-// Owned by the Reducer, used under its lock. `task`: autograd's number of the backward that runs in this thread.
+// BackwardState: whether the next backward synchronises, whether one that does is under way, and how it ended. No
+// torch. Owned by the Reducer, used under its lock. `task`: autograd's number of the backward that runs in this
+// thread.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// BetweenSteps: what changes between two steps: parameters are frozen or replaced, buckets follow the order of the gradients,
-// reductions, hooks or the group become others. All ranks make the same changes. What does not fit the state of the backward is
-// refused, and what is known of the old parameters is forgotten.
-// Owned by the Reducer, used under its lock, by the program's thread without the GIL.
+// BetweenSteps: what changes between two steps: parameters are frozen or replaced, buckets follow the order of the
+// gradients, reductions, hooks or the group become others. All ranks make the same changes. What does not fit the
+// state of the backward is refused, and what is known of the old parameters is forgotten. Owned by the Reducer, used
+// under its lock, by the program's thread without the GIL.
 #pragma once
 
 #include <memory>
@@ -35,9 +35,8 @@ class BetweenSteps {
     backward_.forwards().settle();
   }
 
-  // ---- By the program.
-  // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again. Returns the
-  // reductions of before, to be released without the lock: Python is told.
+  // ---- By the program. The module has other parameters from now on, on which the ranks have agreed. The caller sets
+  // reductions again. Returns the reductions of before, to be released without the lock: Python is told.
   ReductionPlan replace_parameters(std::vector<ModuleParameter> parameters);
   // `reductions` are those of before when it returns, to be released without the lock: Python is told.
   void set_reductions(ReductionPlan& reductions);

@@ -72,8 +72,9 @@ struct Bucket {
   at::Tensor result;                   // where the mean goes; undefined: into the buffer (see StepRepair)
   bool in_result = false;              // what is sent is there already: the gradients times a factor
   at::Tensor gradients;                // [memory.numel]: the same memory without the marks
-  at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
-                     // some rank lacked one; undefined in all but one bucket
+  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if some rank lacked
+  // one; undefined in all but one bucket
+  at::Tensor marks;
   std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
 
   BucketOperation operation;
@@ -87,19 +88,19 @@ struct Bucket {
 // The type that autograd gives the parameter's .grad (Tensor.grad_dtype); nullopt: whichever the backward computes.
 std::optional<c10::ScalarType> gradient_dtype(const at::Tensor& parameter);
 
-// Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers ask
-// for huge pages.
+// Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers
+// ask for huge pages.
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count);
 
-// The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a view
-// in autograd's sense, so detach_() on it works.
+// The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a
+// view in autograd's sense, so detach_() on it works.
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
 
 // The memory of [numel] elements as a gradient lies in it: the shape of `parameter`, its strides where it is dense.
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter);
 
-// `gradient` as the buffer of a direct bucket of that type, sharing its memory. Undefined where that is impossible: other
-// strides than all ranks use for `parameter`, a graph of its own.
+// `gradient` as the buffer of a direct bucket of that type, sharing its memory. Undefined where that is impossible:
+// other strides than all ranks use for `parameter`, a graph of its own.
 at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype);
 
 // Whether the tensor has references beside this one. Its Python object, if there is one, counts only if Python uses it.

@@ -35,7 +35,8 @@ void BucketFiller::arrived(std::size_t parameter) {
   }
 }
 
-// Its part of the bucket becomes this rank's gradient, or zeros if it has none. `late`: of a bucket that was to stay at home.
+// Its part of the bucket becomes this rank's gradient, or zeros if it has none. `late`: of a bucket that was to stay
+// at home.
 void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);

@@ -1,6 +1,6 @@
-// BucketFiller: the way of this rank's gradients into their buckets, and of full buckets to the other ranks. A bucket is launched
-// when it is full and all buckets before it have been launched.
-// Owned by the Reducer, used under its lock by the threads that run backward, without the GIL.
+// BucketFiller: the way of this rank's gradients into their buckets, and of full buckets to the other ranks. A bucket
+// is launched when it is full and all buckets before it have been launched. Owned by the Reducer, used under its lock
+// by the threads that run backward, without the GIL.
 #pragma once
 
 #include <cstddef>

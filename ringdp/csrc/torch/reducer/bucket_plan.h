@@ -1,7 +1,7 @@
-// BucketPlan: which gradient goes into which bucket, where it lies there, and in which order the buckets leave: by the reverse
-// of registration at first, then by the order in which rank 0's gradients arrived. Every rank computes it from the same
-// input, so it is the same everywhere. No torch.
-// Owned by the Reducer, used under its lock. A parameter is a number among those that require grad.
+// BucketPlan: which gradient goes into which bucket, where it lies there, and in which order the buckets leave: by the
+// reverse of registration at first, then by the order in which rank 0's gradients arrived. Every rank computes it from
+// the same input, so it is the same everywhere. No torch. Owned by the Reducer, used under its lock. A parameter is a
+// number among those that require grad.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ struct PlannedGradient {
 
 using BucketMembers = std::vector<std::size_t>;  // parameters, in the order of the buffer
 
-// `order` is the order in which gradients are expected; buckets come out in the order in which they fill up.
-// A bucket closes when its bytes reach the cap (so it may overshoot by one gradient): caps[0] for a group's first bucket,
+// `order` is the order in which gradients are expected; buckets come out in the order in which they fill up. A bucket
+// closes when its bytes reach the cap (so it may overshoot by one gradient): caps[0] for a group's first bucket,
 // caps[1] for its second, and so on, the last cap for all that follow. An empty `caps` puts a group into one bucket.
 std::vector<BucketMembers> assign_buckets(std::span<const PlannedGradient> gradients,
                                           std::span<const std::size_t> order, std::span<const std::size_t> caps_bytes);
@@ -64,8 +64,9 @@ class BucketPlan {
   std::size_t bytes(std::size_t bucket) const;
   std::size_t dense_bytes(std::size_t bucket) const;  // without sparse gradients
 
-  // The order of arrival, for rank 0 to send to all: parameters that did not arrive stand last, in reverse. Idle ones, which
-  // no rank used, come as their complement. `used_somewhere` is empty where that is not known, or all are to be kept.
+  // The order of arrival, for rank 0 to send to all: parameters that did not arrive stand last, in reverse. Idle ones,
+  // which no rank used, come as their complement. `used_somewhere` is empty where that is not known, or all are to be
+  // kept.
   std::vector<int32_t> order_to_send(std::span<const std::size_t> arrivals,
                                      const std::vector<bool>& used_somewhere) const;
   // What rank 0 sent; it takes effect with follow_learned(). Throws Error(kMismatch) where it is no permutation.

@@ -1,7 +1,7 @@
-// BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the operation,
-// `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another backend reduces it.
-// Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are called without it) by the
-// threads that run backward, without the GIL.
+// BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the
+// operation, `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another
+// backend reduces it. Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are
+// called without it) by the threads that run backward, without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +40,8 @@ class BucketReducer {
   bool leaves_input(const Bucket& bucket, bool weighted);
   // Starts the bucket's operation, named after the bucket; `note` ends the name.
   void launch(Bucket& bucket, int64_t step, std::size_t bucket_count, const std::string& note);
-  // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the error of
-  // the operation.
+  // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the
+  // error of the operation.
   void wait(Bucket& bucket);
 
   // See BucketAnnouncer.

@@ -1,12 +1,12 @@
 // BucketStore: the buckets' memory, and which part of it each parameter's .grad is. It writes a gradient, times the
-// GradientFactors of the backward, into its part when it arrives, and hands the mean out when the bucket is reduced: .grad
-// becomes the part itself, so there is no copy back. A large gradient is a bucket by itself, reduced where autograd left it.
-// .grad keeps memory of its own where the options ask for it, where another wrapper reduces the same parameter, where the
-// bucket has another dtype, in a graph of its own, and where the program has other tensors on that memory: as long as the
-// program only zeroes a .grad, all tensors on its memory show the mean. What the program keeps of a .grad that it has
-// let go keeps its memory and its values: the bucket gets other memory.
-// Owned by the Reducer, used under its lock; but for `take`, which reads and writes only what belongs to its parameter and
-// which the threads that run backward call without it, before they report that parameter.
+// GradientFactors of the backward, into its part when it arrives, and hands the mean out when the bucket is reduced:
+// .grad becomes the part itself, so there is no copy back. A large gradient is a bucket by itself, reduced where
+// autograd left it. .grad keeps memory of its own where the options ask for it, where another wrapper reduces the same
+// parameter, where the bucket has another dtype, in a graph of its own, and where the program has other tensors on
+// that memory: as long as the program only zeroes a .grad, all tensors on its memory show the mean. What the program
+// keeps of a .grad that it has let go keeps its memory and its values: the bucket gets other memory. Owned by the
+// Reducer, used under its lock; but for `take`, which reads and writes only what belongs to its parameter and which
+// the threads that run backward call without it, before they report that parameter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,8 +32,8 @@ class BucketStore {
   void start();
   // Its gradients have the first type, its bucket the second; the parameter has one of its own.
   void set_dtype(std::size_t parameter, c10::ScalarType gradient, c10::ScalarType bucket);
-  // module.double() and the like give parameters other data, which hooks and buckets no longer fit; or its gradients are to
-  // have another type.
+  // module.double() and the like give parameters other data, which hooks and buckets no longer fit; or its gradients
+  // are to have another type.
   bool other_data() const;
   void release(std::size_t parameter);  // its .grad, if that is a part of a bucket, gets memory of its own
 
@@ -41,8 +41,8 @@ class BucketStore {
   void allocate(bool marks);
   void drop();
   bool empty() const { return buckets_.empty(); }  // until allocate
-  // The program may know the address of the bucket's memory: it has another tensor or an array there, or has kept a .grad
-  // there since its last mean.
+  // The program may know the address of the bucket's memory: it has another tensor or an array there, or has kept a
+  // .grad there since its last mean.
   bool address_known(const Bucket& bucket) const;
   std::size_t size() const { return buckets_.size(); }
   Bucket& operator[](std::size_t index) { return buckets_[index]; }
@@ -56,7 +56,8 @@ class BucketStore {
   // gets other memory. Each .grad that it has not let go stays where it is.
   void leave_kept_memory();
   void begin_backward();  // that averages
-  // Before autograd adds `gradient` to .grad. Returns what it is to add; undefined: nothing, it is in the bucket already.
+  // Before autograd adds `gradient` to .grad. Returns what it is to add; undefined: nothing, it is in the bucket
+  // already.
   at::Tensor take(std::size_t parameter, const at::Tensor& gradient);
   // .grad, or zeros where there is none, becomes the parameter's part of the bucket.
   void write(std::size_t parameter);

@@ -1,12 +1,12 @@
-// C10dCompressedAllReduce: one compressed all-reduce over any c10d backend, in three steps: every rank encodes the others'
-// parts and sends them (all-to-all), decodes and adds the codes of its own part, encodes the mean and sends it to all
-// (all-gather), and all ranks decode. Same arithmetic and order as collective/compressed_all_reduce.h where every rank is a
-// host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
-// On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within the
-// constructor's call, over ring each step in the callback of the one before.
-// A backend that matches operations by the order of calls (gloo) needs the same order on all ranks: the Reducer waits until the
-// last collective is issued (`wait_until_issued`), Python's hooks have a group and a thread for one bucket at a time.
-// Owned by its Work and by those callbacks together; any thread.
+// C10dCompressedAllReduce: one compressed all-reduce over any c10d backend, in three steps: every rank encodes the
+// others' parts and sends them (all-to-all), decodes and adds the codes of its own part, encodes the mean and sends it
+// to all (all-gather), and all ranks decode. Same arithmetic and order as collective/compressed_all_reduce.h where
+// every rank is a host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
+// On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within
+// the constructor's call, over ring each step in the callback of the one before. A backend that matches operations by
+// the order of calls (gloo) needs the same order on all ranks: the Reducer waits until the last collective is issued
+// (`wait_until_issued`), Python's hooks have a group and a thread for one bucket at a time. Owned by its Work and by
+// those callbacks together; any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,13 +44,13 @@ class C10dCompressedAllReduce : public std::enable_shared_from_this<C10dCompress
     std::shared_ptr<FiniteReport> report;  // of memory on the CPU; may be null
   };
 
-  // Begins it, under the current name. Any error, also one in this call, is the Work's. Ranks with different sections would
-  // misread each other's bytes; the operations' names tell them apart.
+  // Begins it, under the current name. Any error, also one in this call, is the Work's. Ranks with different sections
+  // would misread each other's bytes; the operations' names tell them apart.
   static std::shared_ptr<C10dCompressedAllReduce> begin(Call call);
 
   const c10::intrusive_ptr<StagedWork>& work() const { return work_; }
-  // Waits until this rank has issued the last collective: where the backend matches operations by the order of calls, others
-  // on the same group may only follow then. Returns at once over NCCL; ring needs no such order.
+  // Waits until this rank has issued the last collective: where the backend matches operations by the order of calls,
+  // others on the same group may only follow then. Returns at once over NCCL; ring needs no such order.
   void wait_until_issued();
 
  private:

@@ -1,6 +1,6 @@
-// Forwards: the forwards that train and synchronise since the last backward that averaged, and how many of them no backward has
-// gone through. Ranks that differ there average gradients of different steps. No torch.
-// Part of the BackwardState, used under the Reducer's lock.
+// Forwards: the forwards that train and synchronise since the last backward that averaged, and how many of them no
+// backward has gone through. Ranks that differ there average gradients of different steps. No torch. Part of the
+// BackwardState, used under the Reducer's lock.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct Forward {
 
 class Forwards {
  public:
-  // `in_graph`: a backward can be seen to go through its outputs. Otherwise the next backward that goes through no output at all
-  // is taken as that of one such forward.
+  // `in_graph`: a backward can be seen to go through its outputs. Otherwise the next backward that goes through no
+  // output at all is taken as that of one such forward.
   void count(Forward& forward, bool in_graph);
   // A backward goes through its outputs. True: one of an earlier step had done so.
   bool follow(Forward& forward);
@@ -41,8 +41,8 @@ class Forwards {
   void begin_closure() { evaluating_ = true, evaluations_ = 0; }
   void end_closure() { evaluating_ = false, evaluations_ = 0; }
 
-  // What the name of the first operation of the backward that has begun ends in, so that ranks that differ get a MismatchError;
-  // empty in nearly all steps.
+  // What the name of the first operation of the backward that has begun ends in, so that ranks that differ get a
+  // MismatchError; empty in nearly all steps.
   std::string note() const;
   // The same of an operation in a forward, before it counts.
   std::string note_of(bool training) const;

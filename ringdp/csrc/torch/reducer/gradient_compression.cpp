@@ -66,7 +66,8 @@ void GradientCompression::begin_backward() {
   scale_ = std::isfinite(scale) && scale > 0 ? static_cast<float>(std::exp2(std::floor(std::log2(scale)))) : 1.0f;
 }
 
-// What the mean lacks is its owner's to send, so many times as there are ranks; another rank sends its own gradient's part.
+// What the mean lacks is its owner's to send, so many times as there are ranks; another rank sends its own gradient's
+// part.
 void GradientCompression::follow_members() {
   const ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr || reductions_.none()) return;

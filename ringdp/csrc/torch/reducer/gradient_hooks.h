@@ -1,6 +1,6 @@
 // GradientHooks: the hooks on the parameters' gradient accumulators, by which autograd reports each gradient to a
-// GradientListener (the Reducer). Owned by the Reducer, attached and removed under its lock. Called by the threads that run
-// backward, without the GIL.
+// GradientListener (the Reducer). Owned by the Reducer, attached and removed under its lock. Called by the threads
+// that run backward, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,8 +21,8 @@ class GradientListener {
  public:
   virtual ~GradientListener() = default;
 
-  // Before autograd adds `gradient` to the parameter's .grad. Returns what autograd is to add; undefined: nothing, the listener
-  // has put it there itself.
+  // Before autograd adds `gradient` to the parameter's .grad. Returns what autograd is to add; undefined: nothing, the
+  // listener has put it there itself.
   virtual at::Tensor take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
   // After the gradient was put into .grad, by autograd or by take_gradient.
   virtual void gradient_arrived(std::size_t parameter) = 0;
@@ -66,8 +66,8 @@ class GradientHooks {
   bool removed_ = false;
 };
 
-// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps
-// `forward`.
+// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph
+// keeps `forward`.
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
                    const std::shared_ptr<Forward>& forward);
 

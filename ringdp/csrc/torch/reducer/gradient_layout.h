@@ -1,7 +1,7 @@
-// GradientLayout: what a reducer reduces, and how: the parameters, their hooks, the plan of their buckets, the buckets' memory,
-// compression, and the group. All of this stays as it is during a step. Between two steps parameters may be frozen or
-// replaced, reductions, hooks or the group may be others; the layout then keeps its parts in line with each other.
-// Owned by the Reducer, used under its lock; but for the hooks, which autograd calls.
+// GradientLayout: what a reducer reduces, and how: the parameters, their hooks, the plan of their buckets, the
+// buckets' memory, compression, and the group. All of this stays as it is during a step. Between two steps parameters
+// may be frozen or replaced, reductions, hooks or the group may be others; the layout then keeps its parts in line
+// with each other. Owned by the Reducer, used under its lock; but for the hooks, which autograd calls.
 #pragma once
 
 #include <cstddef>
@@ -68,8 +68,8 @@ class GradientLayout {
   bool local() const { return group.ranks() == 1 && !options.alone && !buckets.has_hook() && !repair.on(); }
   // Gradients are reported, and there are some.
   bool watched() const { return hooks.attached() && parameters.size() > 0; }
-  // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and
-  // evaluation needs none.
+  // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered,
+  // and evaluation needs none.
   void allocate();
   // Throws the failure of ring's group where another backend reduces the buckets.
   void throw_if_group_failed();
@@ -82,12 +82,12 @@ class GradientLayout {
 
   // By the order that rank 0 has seen; once, after the first backward: true.
   bool follow_learned_order();
-  // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets fill up
-  // one after the other.
+  // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets
+  // fill up one after the other.
   std::vector<int32_t> exchange_order(const std::vector<std::size_t>& arrivals,
                                       const std::vector<bool>& used_somewhere);
-  // Parameters were frozen or unfrozen since the last layout, or got other data: true. Throws on all ranks if they do not
-  // agree about that.
+  // Parameters were frozen or unfrozen since the last layout, or got other data: true. Throws on all ranks if they do
+  // not agree about that.
   bool follow_requires_grad();
   // The module has other parameters. Reductions and residuals belong to the old ones' numbers and are dropped; the plan
   // of before is to be released without the lock.

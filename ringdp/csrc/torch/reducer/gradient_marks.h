@@ -15,7 +15,8 @@ class GradientMarks {
  public:
   explicit GradientMarks(std::vector<at::Tensor> parameters);
 
-  // After a backward that reduced gradients: whether they are finite. Gradients that it did not touch keep their verdict.
+  // After a backward that reduced gradients: whether they are finite. Gradients that it did not touch keep their
+  // verdict.
   void note(bool finite);
   // By parameter: its gradient is what was noted, and finite.
   std::vector<bool> finite() const;

@@ -25,8 +25,8 @@ BlockPool& pool() {
 thread_local std::weak_ptr<void> backward_here;
 thread_local int scopes_here = 0;
 
-// No thread runs a backward once its backward_here is destroyed. What a Scope allocates stays for long, and a block below a
-// huge page would waste the rest of it.
+// No thread runs a backward once its backward_here is destroyed. What a Scope allocates stays for long, and a block
+// below a huge page would waste the rest of it.
 bool from_pool(std::size_t bytes) {
   if (bytes < kFromBytes) return false;
   if (scopes_here > 0) return bytes >= BlockPool::kUnitBytes;

@@ -1,8 +1,7 @@
-// GradientWeights: gradients are averaged over samples, not over ranks: each rank's counts as often as its batch weighs
-// (MicroBatches has the formula). The ranks tell each other their weights in an operation of 16 bytes for each, which begins in the
-// forward and is read when the backward begins.
-// Owned by the Reducer's GradientLayout, used under the Reducer's lock by the forward's thread and the threads that run
-// backward.
+// GradientWeights: gradients are averaged over samples, not over ranks: each rank's counts as often as its batch
+// weighs (MicroBatches has the formula). The ranks tell each other their weights in an operation of 16 bytes for each,
+// which begins in the forward and is read when the backward begins. Owned by the Reducer's GradientLayout, used under
+// the Reducer's lock by the forward's thread and the threads that run backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,9 +34,9 @@ class GradientWeights {
       : group_(group), parameters_(parameters), on_(on) {}
   bool on() const { return on_; }
 
-  // ---- Forward.
-  // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to tell each other what they have. A weight
-  // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
+  // ---- Forward. The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to tell
+  // each other what they have. A weight that is negative or not finite is an error on all ranks. `discarded`: no .grad
+  // has anything of earlier backwards.
   void announce(double weight, bool sync, bool discarded, const std::string& note = {});
   // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
   void repeat() {
@@ -56,8 +55,9 @@ class GradientWeights {
   void check_same(double weight) const;
   // One that averages: waits for the other ranks' weights.
   void begin(int task, double weight, int64_t step);
-  // In an elastic job: whether the other ranks' weights will be known at the end of the backward only, in `tell_again`: a member is
-  // lost, or the step is the first one of its view, where ranks do not know each other's forwards.
+  // In an elastic job: whether the other ranks' weights will be known at the end of the backward only, in
+  // `tell_again`: a member is lost, or the step is the first one of its view, where ranks do not know each other's
+  // forwards.
   bool unknown() const { return unknown_; }
   // The backward's buckets are sent at its end, or again: the present members tell each other what they weigh.
   void tell_again(int64_t step);

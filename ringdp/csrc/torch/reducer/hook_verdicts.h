@@ -1,7 +1,7 @@
-// HookVerdicts: the reductions that are hooks and were used in one backward, whether each found its results finite, and the
-// end of their step: the states that they have kept count if all was finite.
-// Made at the end of backward by the thread that ends it, and used by that alone; `ask` and `commit` run Python code, without
-// the Reducer's lock, the others under it.
+// HookVerdicts: the reductions that are hooks and were used in one backward, whether each found its results finite,
+// and the end of their step: the states that they have kept count if all was finite. Made at the end of backward by
+// the thread that ends it, and used by that alone; `ask` and `commit` run Python code, without the Reducer's lock, the
+// others under it.
 #pragma once
 
 #include <cstdint>

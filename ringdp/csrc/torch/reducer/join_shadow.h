@@ -1,6 +1,6 @@
-// JoinShadow: torch's Join, where some ranks run out of input before others. The ranks with input learn before each backward
-// how many they are, and divide by that; a rank without input repeats ("shadows") their operations with zeros.
-// Owned by the Reducer, used under its lock.
+// JoinShadow: torch's Join, where some ranks run out of input before others. The ranks with input learn before each
+// backward how many they are, and divide by that; a rank without input repeats ("shadows") their operations with
+// zeros. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <cstdint>

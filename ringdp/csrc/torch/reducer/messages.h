@@ -1,6 +1,6 @@
-// What the reducer tells its user: lists of names and ranks, and the sentences about gradients that did not come, came twice,
-// or belong to a backward that did not end. Pure functions of values, without torch; any thread.
-// `names` are those of the parameters that require grad; other vectors with a number of a parameter count these, too.
+// What the reducer tells its user: lists of names and ranks, and the sentences about gradients that did not come, came
+// twice, or belong to a backward that did not end. Pure functions of values, without torch; any thread. `names` are
+// those of the parameters that require grad; other vectors with a number of a parameter count these, too.
 #pragma once
 
 #include <cstddef>
@@ -17,16 +17,16 @@ std::string listed(const std::vector<std::string>& names);
 // "rank 1" or "ranks 0, 2, 4-7": those whose entry in `ranks` is `which`; "no rank".
 std::string describe_ranks(const std::vector<bool>& ranks, bool which);
 
-// "layer1.weight, layer1.bias": at most about 200 characters; where names are left out, how many, and a hash of them all,
-// so that two different lists never read the same.
+// "layer1.weight, layer1.bias": at most about 200 characters; where names are left out, how many, and a hash of them
+// all, so that two different lists never read the same.
 std::string describe_names(std::span<const std::size_t> members, std::span<const std::string> names);
 
 // "bucket 3: layer1.weight, layer1.bias": names as above.
 std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
                             std::span<const std::string> names);
 
-// What becomes of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether some rank
-// has one; empty where that is not known.
+// What becomes of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether
+// some rank has one; empty where that is not known.
 std::string unused_here(const std::vector<std::size_t>& missing, const std::vector<bool>& somewhere,
                         std::span<const std::string> names);
 // The same about all ranks; `used`: [rank][parameter], not 0 where that rank has a gradient.

@@ -1,8 +1,8 @@
-// MicroBatches: the weights of the backwards whose gradients a rank adds up before it averages them with the other ranks'. The
-// mean over all samples is sum(w * g) / sum(w), over the micro-batches of all ranks; g is the gradient of a micro-batch's
-// mean loss, w the number of its samples (or tokens). .grad adds up (w / reference) * g, so that it keeps the size of a
-// gradient; what is sent is .grad times `factor`. No torch.
-// Owned by GradientWeights, used under the Reducer's lock.
+// MicroBatches: the weights of the backwards whose gradients a rank adds up before it averages them with the other
+// ranks'. The mean over all samples is sum(w * g) / sum(w), over the micro-batches of all ranks; g is the gradient of
+// a micro-batch's mean loss, w the number of its samples (or tokens). .grad adds up (w / reference) * g, so that it
+// keeps the size of a gradient; what is sent is .grad times `factor`. No torch. Owned by GradientWeights, used under
+// the Reducer's lock.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@ class MicroBatches {
  public:
   static bool valid(double weight) { return std::isfinite(weight) && weight >= 0; }
 
-  // A backward of this weight begins. Returns by what its gradients are multiplied: 1 for the first one and for all that
-  // weigh as much, 0 for those that weigh nothing.
+  // A backward of this weight begins. Returns by what its gradients are multiplied: 1 for the first one and for all
+  // that weigh as much, 0 for those that weigh nothing.
   double add(double weight) {
     if (reference_ == 0) reference_ = weight;
     total_ += weight;
@@ -29,9 +29,9 @@ class MicroBatches {
   double reference() const { return reference_; }
   void clear() { total_ = reference_ = 0; }
 
-  // By what a rank's accumulated gradient is multiplied, so that the sum over the ranks divided by `divisor` is the mean.
-  // `reference`: that rank's, `sum`: of the totals of all ranks. Exactly 1 where all ranks have the same total and the weights
-  // are equal; 0 if nothing weighs anything.
+  // By what a rank's accumulated gradient is multiplied, so that the sum over the ranks divided by `divisor` is the
+  // mean. `reference`: that rank's, `sum`: of the totals of all ranks. Exactly 1 where all ranks have the same total
+  // and the weights are equal; 0 if nothing weighs anything.
   static double factor(double reference, double sum, double divisor) {
     if (sum == 0 || reference == 0) return 0.0;
     const double factor = divisor * reference / sum;

@@ -14,7 +14,8 @@ using Places = std::vector<const void*>;
 
 constexpr std::size_t kPlacesPerModule = 4;  // at least, but for a module without parameters
 
-// Calls `visit(name, value)` for what a module keeps under `attribute`: a dict, or what a ScriptModule has in its place.
+// Calls `visit(name, value)` for what a module keeps under `attribute`: a dict, or what a ScriptModule has in its
+// place.
 template <typename Visit>
 void for_each_of(PyObject* module, PyObject* attribute, Visit visit) {
   PyObject** own = _PyObject_GetDictPtr(module);

@@ -1,7 +1,7 @@
-// ModuleSnapshot: which parameters a module had, and where, when its gradients' buckets were laid out. `differs` notices
-// a parameter or submodule that was replaced, added, removed or renamed since, in a walk over the modules' dictionaries:
-// some 20 us for 300 modules, without Python code.
-// Owned by RingDP (Python); every call is made under the GIL.
+// ModuleSnapshot: which parameters a module had, and where, when its gradients' buckets were laid out. `differs`
+// notices a parameter or submodule that was replaced, added, removed or renamed since, in a walk over the modules'
+// dictionaries: some 20 us for 300 modules, without Python code. Owned by RingDP (Python); every call is made under
+// the GIL.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

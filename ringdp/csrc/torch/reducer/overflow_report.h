@@ -1,7 +1,7 @@
-// OverflowReport: whether a backward gave infinities or NaNs. Most operations look for them while they reduce; the report puts
-// together what they found, and looks itself at results that nobody has looked at. What is found on a device stays there, in
-// a flag, until somebody asks: a step waits for nothing.
-// Owned by the Reducer, used under its lock.
+// OverflowReport: whether a backward gave infinities or NaNs. Most operations look for them while they reduce; the
+// report puts together what they found, and looks itself at results that nobody has looked at. What is found on a
+// device stays there, in a flag, until somebody asks: a step waits for nothing. Owned by the Reducer, used under its
+// lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,8 +41,8 @@ class OverflowReport {
   // The buckets sent in `step` are reduced. `look_at_results`: also where nobody has looked.
   void collect(const BucketStore& buckets, int64_t step, const HookVerdicts& hooks, bool look_at_results);
 
-  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not checked. Waits
-  // for the devices that have flags.
+  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not
+  // checked. Waits for the devices that have flags.
   std::optional<bool> finite();
   // The same without the flags.
   std::optional<bool> finite_on_host() const { return finite_; }

@@ -132,8 +132,8 @@ void Reducer::gradient_arrived(std::size_t parameter) {
   filler_.arrived(parameter);
 }
 
-// ---- The end of backward. It lets go of the lock wherever hooks or their callbacks may run, which may ask this reducer
-// something.
+// ---- The end of backward. It lets go of the lock wherever hooks or their callbacks may run, which may ask this
+// reducer something.
 
 void Reducer::end_backward() {
   HookVerdicts hooks;  // goes when the lock is free: Python is told

@@ -1,13 +1,15 @@
-// Reducer: the way of the gradients in a backward. Where a gradient arrives it is written into its bucket; full buckets are
-// launched in index order; the end of backward waits for them, and hands the means out. One step: prepare_for_forward and
-// prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then gradient_arrived; end_backward.
+// Reducer: the way of the gradients in a backward. Where a gradient arrives it is written into its bucket; full
+// buckets are launched in index order; the end of backward waits for them, and hands the means out. One step:
+// prepare_for_forward and prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then
+// gradient_arrived; end_backward.
 //
-// What is reduced and how is GradientLayout's. BucketFiller takes the gradients, BackwardEnd hands out the means, BetweenSteps
-// changes what may change; ArrivalTracker says which bucket may leave, UsedMap which parameters some rank has used, JoinShadow
-// what ranks without input do, StepGuard what is refused.
+// What is reduced and how is GradientLayout's. BucketFiller takes the gradients, BackwardEnd hands out the means,
+// BetweenSteps changes what may change; ArrivalTracker says which bucket may leave, UsedMap which parameters some rank
+// has used, JoinShadow what ranks without input do, StepGuard what is refused.
 //
-// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive lock, which
-// this class alone takes and lets go of (StepFailure takes it to keep a failure); everything that can block runs without the GIL.
+// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive
+// lock, which this class alone takes and lets go of (StepFailure takes it to keep a failure); everything that can
+// block runs without the GIL.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +66,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
   void prepare_for_forward();
   bool rebuild_buckets();  // once, after the first backward: true
-  // `training`: the module's mode, where the backward of this forward is to be compared between the ranks (see Forwards).
+  // `training`: the module's mode, where the backward of this forward is to be compared between the ranks (see
+  // Forwards).
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync, std::optional<bool> training);
   // The next backward synchronises even if its forward ran with sync = false.
   void demand_sync();

@@ -1,6 +1,6 @@
-// ReducerGroup: the process group that gradients are averaged over: what can be relied on there, by how many ranks a sum is
-// divided, and the small operations beside the buckets.
-// Owned by the Reducer, used under its lock by the threads that run backward, without the GIL.
+// ReducerGroup: the process group that gradients are averaged over: what can be relied on there, by how many ranks a
+// sum is divided, and the small operations beside the buckets. Owned by the Reducer, used under its lock by the
+// threads that run backward, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>

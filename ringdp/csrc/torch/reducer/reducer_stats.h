@@ -1,5 +1,5 @@
-// StepTimes: what a step took and sent, by the host's clock alone; no device is waited for. BucketRow: the same of one bucket.
-// Owned by the Reducer, used under its lock.
+// StepTimes: what a step took and sent, by the host's clock alone; no device is waited for. BucketRow: the same of one
+// bucket. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <chrono>

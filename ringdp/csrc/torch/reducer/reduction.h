@@ -1,6 +1,6 @@
-// Reduction: how the gradients of some parameters are reduced other than by an exact all-reduce.
-// Owned by Python (reduction_bindings.cpp) and the reducers that use it. Any thread; methods that call into Python take the
-// GIL themselves.
+// Reduction: how the gradients of some parameters are reduced other than by an exact all-reduce. Owned by Python
+// (reduction_bindings.cpp) and the reducers that use it. Any thread; methods that call into Python take the GIL
+// themselves.
 #pragma once
 
 #include <atomic>
@@ -46,8 +46,8 @@ class CodecReduction final : public Reduction {
   const bool feedback_;
 };
 
-// Reduces exactly, except buckets to which Reducer::choose gave another of the plan's reductions. With `feedback` some of
-// those keep residuals, which are added to the gradients of the next exact step.
+// Reduces exactly, except buckets to which Reducer::choose gave another of the plan's reductions. With `feedback` some
+// of those keep residuals, which are added to the gradients of the next exact step.
 class AutoReduction final : public Reduction {
  public:
   explicit AutoReduction(bool feedback) : Reduction("chosen by bucket"), feedback_(feedback) {}

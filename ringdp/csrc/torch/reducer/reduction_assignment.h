@@ -1,6 +1,6 @@
-// ReductionAssignment: which reduction each parameter has, and each bucket. Buckets of an AutoReduction are exact until `choose`
-// gives them another reduction, while the plan of buckets stays.
-// Owned by the Reducer, used under its lock.
+// ReductionAssignment: which reduction each parameter has, and each bucket. Buckets of an AutoReduction are exact
+// until `choose` gives them another reduction, while the plan of buckets stays. Owned by the Reducer, used under its
+// lock.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,8 @@ class ReductionAssignment {
   void forget_choice() { chosen_.clear(); }
   bool free(std::size_t bucket) const;             // `choose` may give it another
   int number_of_bucket(std::size_t bucket) const;  // -1: exact
-  // A codec has the bucket's parameters, and the bucket is too small for codes (AlgorithmTable::exact_bucket_bytes): it is
-  // exact, and sends what codes have left out before.
+  // A codec has the bucket's parameters, and the bucket is too small for codes (AlgorithmTable::exact_bucket_bytes):
+  // it is exact, and sends what codes have left out before.
   bool too_small(std::size_t bucket) const;
   Reduction* of_bucket(std::size_t bucket) const;  // an AutoReduction where nothing was chosen
 

@@ -4,8 +4,8 @@
 //                     Bucket::too_small)
 //   CodecStrategy     ring's compressed all-reduce, or C10dCompressedAllReduce
 //   HookStrategy      a communication hook: the user's, or a reduction's
-// Owned by the BucketReducer. `wait` and `finish` are called without the Reducer's lock, the others under it; by the threads
-// that run backward, without the GIL.
+// Owned by the BucketReducer. `wait` and `finish` are called without the Reducer's lock, the others under it; by the
+// threads that run backward, without the GIL.
 #pragma once
 
 #include <chrono>
@@ -34,10 +34,11 @@ class ReductionStrategy {
 
   virtual ~ReductionStrategy() = default;
 
-  // Before the bucket is announced. `buffer` is the bucket's, or takes its place (`shadowing`: zeros of a rank without input).
+  // Before the bucket is announced. `buffer` is the bucket's, or takes its place (`shadowing`: zeros of a rank without
+  // input).
   virtual void prepare(Bucket& /*bucket*/, const at::Tensor& /*buffer*/, bool /*shadowing*/) {}
-  // Whether `launch` multiplies by bucket.factors, while it reduces, which is the same on all ranks; otherwise the gradients are
-  // multiplied before `prepare`.
+  // Whether `launch` multiplies by bucket.factors, while it reduces, which is the same on all ranks; otherwise the
+  // gradients are multiplied before `prepare`.
   virtual bool multiplies(const Bucket& /*bucket*/) const { return false; }
   // What is announced of it beside its name and type.
   virtual c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const = 0;
@@ -45,15 +46,15 @@ class ReductionStrategy {
 
   // Starts the bucket's operation, under the current name. `bucket_count`: how many buckets this backward sends.
   virtual void launch(Bucket& bucket, std::size_t bucket_count) = 0;
-  // Until the operation has ended (device tensors: until the current stream may use its result); throws its error. Returns when
-  // it ended, or nothing where that is not known.
+  // Until the operation has ended (device tensors: until the current stream may use its result); throws its error.
+  // Returns when it ended, or nothing where that is not known.
   virtual Clock::time_point wait(Bucket& bucket, BucketOperation& operation, BackendWatchdog* watchdog);
   // bucket.gradients becomes the result.
   virtual void finish(Bucket& /*bucket*/, BucketOperation& /*operation*/) {}
   // As launch, for a rank that has run out of input.
   virtual FuturePointer shadow(Bucket& bucket, c10d::GradBucket& zeros) = 0;
-  // Operations that callbacks of its last bucket issue are issued when this returns: backends that match operations by their
-  // order need the same order on all ranks. `next`: what the next bucket sends.
+  // Operations that callbacks of its last bucket issue are issued when this returns: backends that match operations by
+  // their order need the same order on all ranks. `next`: what the next bucket sends.
   virtual void wait_until_issued(const at::Tensor& /*next*/) {}
 };
 

@@ -16,8 +16,8 @@ class ReplicaHash {
   // Strided tensors on the CPU; others are an Error(kValue) that names the index.
   explicit ReplicaHash(std::vector<at::Tensor> tensors);
 
-  // Of the bytes of all tensors, one after the other, the `part`-th of `parts` about equal ones. The sum of the hashes of its
-  // pieces, one for each tensor in it, so that their order does not matter.
+  // Of the bytes of all tensors, one after the other, the `part`-th of `parts` about equal ones. The sum of the hashes
+  // of its pieces, one for each tensor in it, so that their order does not matter.
   uint64_t part(std::size_t part, std::size_t parts) const;
   // The tensors with bytes in that part: the first one, and one past the last.
   std::pair<std::size_t, std::size_t> tensors_in(std::size_t part, std::size_t parts) const;

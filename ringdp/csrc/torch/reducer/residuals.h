@@ -1,7 +1,7 @@
 // Residuals: the part of each parameter's gradient that compression has left out, to be added in the next step (error
-// feedback). Each has two buffers: a step reads the current one and writes the other, which becomes current only if the step
-// counts. `commit` is the one place that decides this. They are kept by the parameter's name, so buckets may change.
-// Owner and thread: a Reducer has one and uses it under its lock; in Python the states of compressors have one
+// feedback). Each has two buffers: a step reads the current one and writes the other, which becomes current only if
+// the step counts. `commit` is the one place that decides this. They are kept by the parameter's name, so buckets may
+// change. Owner and thread: a Reducer has one and uses it under its lock; in Python the states of compressors have one
 // (compression/exchange/states.py), whose calls hold the GIL. Operations in flight keep the tensors.
 #pragma once
 
@@ -26,13 +26,14 @@ class Residuals {
   using Flags =
       std::unordered_map<c10::Device, at::Tensor>;  // int32 [1] on that device: not 0 where something was not finite
 
-  // The two buffers of one residual: float32 [numel] in the order of the gradient's memory, without loss scale, zeros at
-  // first. Elements that nothing writes in any step (in two levels, those that this rank does not carry) stay zero.
+  // The two buffers of one residual: float32 [numel] in the order of the gradient's memory, without loss scale, zeros
+  // at first. Elements that nothing writes in any step (in two levels, those that this rank does not carry) stay zero.
   class Pair {
    public:
     at::Tensor current() const { return both_[index()]; }
     at::Tensor next() const { return both_[1 - index()]; }
-    // For kernels, which read on their device which one is current: the host need not wait for that. `kept`: what they need.
+    // For kernels, which read on their device which one is current: the host need not wait for that. `kept`: what they
+    // need.
     cuda::Feedback feedback(std::vector<at::Tensor>& kept) const;
 
    private:
@@ -56,11 +57,12 @@ class Residuals {
 
   // This step reads the current one and writes all of the next one.
   const Pair& write(const std::string& name, int64_t numel, c10::Device device);
-  // This step sends the current one with the exact gradient: if it counts, nothing is left. Undefined where there is none.
+  // This step sends the current one with the exact gradient: if it counts, nothing is left. Undefined where there is
+  // none.
   at::Tensor send(const std::string& name);
-  // The step has ended, with nothing that was not finite as far as the host knows; `non_finite` are flags of the devices that
-  // know more. What it has written is current, but for the parameters that no rank used. On a device this is queued on the
-  // current stream.
+  // The step has ended, with nothing that was not finite as far as the host knows; `non_finite` are flags of the
+  // devices that know more. What it has written is current, but for the parameters that no rank used. On a device this
+  // is queued on the current stream.
   void commit(const Flags& non_finite, const Names& unused);
   // The step does not count.
   void drop_step();

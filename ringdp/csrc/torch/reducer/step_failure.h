@@ -1,6 +1,6 @@
-// StepFailure: the first failure by which the ranks no longer agree. After it no step begins.
-// Owned by the Reducer. Called by the threads that run backward, with the reducer's lock or without it, because buckets are
-// waited for without it: a failure is kept under that lock, which this takes itself.
+// StepFailure: the first failure by which the ranks no longer agree. After it no step begins. Owned by the Reducer.
+// Called by the threads that run backward, with the reducer's lock or without it, because buckets are waited for
+// without it: a failure is kept under that lock, which this takes itself.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,8 @@ class StepFailure {
       throw;
     }
   }
-  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 where it is not a bucket's.
+  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 where it is not a
+  // bucket's.
   template <class Action>
   void keeping_in(int64_t bucket, const std::string& name, Action&& action) {
     std::exception_ptr loss;
@@ -52,7 +53,8 @@ class StepFailure {
     });
     if (loss) std::rethrow_exception(loss);
   }
-  // The loss of a member is no failure: the step is made again (StepRepair). `lost`: whether the present members have lost one.
+  // The loss of a member is no failure: the step is made again (StepRepair). `lost`: whether the present members have
+  // lost one.
   void let_losses_pass(std::function<bool()> lost) { lost_ = std::move(lost); }
 
   // The text of that exception; empty: nothing has failed. Under the lock.

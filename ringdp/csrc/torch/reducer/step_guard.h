@@ -1,6 +1,6 @@
-// StepGuard: refuses what does not fit the state of the reducer's backward: a forward while the last backward is unfinished,
-// anything after a failure, and changes of compression in the middle of a step.
-// Owned by the Reducer, used under its lock.
+// StepGuard: refuses what does not fit the state of the reducer's backward: a forward while the last backward is
+// unfinished, anything after a failure, and changes of compression in the middle of a step. Owned by the Reducer, used
+// under its lock.
 #pragma once
 
 #include <string>
@@ -19,8 +19,8 @@ class StepGuard {
       : layout_(layout), arrivals_(arrivals), backward_(backward), failure_(failure) {}
 
   void throw_if_failed() const;
-  // DDP's error, where a backward did not come to its end. One of which nothing was sent is as if it had never begun. `notify`:
-  // the other ranks learn of it.
+  // DDP's error, where a backward did not come to its end. One of which nothing was sent is as if it had never begun.
+  // `notify`: the other ranks learn of it.
   void throw_if_unfinished(bool notify);
   // Throws what `refusal` says during a backward, also one that an exception left.
   void refuse_in_backward(const char* refusal) const;

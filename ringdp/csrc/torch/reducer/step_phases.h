@@ -1,7 +1,8 @@
-// StepPhases: how a rank spends the time of its steps, by the host's clock: between steps, in forward, in backward, after backward
-// (the optimizer), waiting in other operations, and waiting at the end of backward. A step's time runs from the end of one
-// backward that averages gradients to the end of the next; micro-batches belong to the step that averages them.
-// Owned by the StepReport, used under the Reducer's lock. `waited_ns` is everywhere RingWork::waited_ns().
+// StepPhases: how a rank spends the time of its steps, by the host's clock: between steps, in forward, in backward,
+// after backward (the optimizer), waiting in other operations, and waiting at the end of backward. A step's time runs
+// from the end of one backward that averages gradients to the end of the next; micro-batches belong to the step that
+// averages them. Owned by the StepReport, used under the Reducer's lock. `waited_ns` is everywhere
+// RingWork::waited_ns().
 #pragma once
 
 #include <array>

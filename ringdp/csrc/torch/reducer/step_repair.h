@@ -1,8 +1,8 @@
-// StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were before it was
-// sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of the bucket, and the two
-// change places when the step counts; so no gradient is copied, unless the program may know where the first one is. Without
-// such a group it does nothing and keeps nothing.
-// Owned by the Reducer's layout, used under its lock.
+// StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were
+// before it was sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of
+// the bucket, and the two change places when the step counts; so no gradient is copied, unless the program may know
+// where the first one is. Without such a group it does nothing and keeps nothing. Owned by the Reducer's layout, used
+// under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,8 @@ class StepRepair {
   bool keep(Bucket& bucket);
   // Some buckets were not sent, or in a view that is over.
   bool must_send_again() const { return withheld_ || view_ != elastic_->view(); }
-  // Ends what is left of the operations; all buckets that were kept can be sent again, to the members of the present view.
+  // Ends what is left of the operations; all buckets that were kept can be sent again, to the members of the present
+  // view.
   void restore();
   // The step counts: the buckets hold the means.
   void accept();

@@ -1,7 +1,7 @@
-// StepReport: the ranks tell each other now and then how they spent their steps, by an all-gather of about a KiB. It is issued when a
-// backward begins, before its buckets, and is over before they are, so that no rank waits for it, and none of it is under way
-// when a step has ended: the job may end there. What it says is interpreted in Python (ringdp/diagnosis).
-// Owned by the Reducer, used under its lock, without the GIL.
+// StepReport: the ranks tell each other now and then how they spent their steps, by an all-gather of about a KiB. It
+// is issued when a backward begins, before its buckets, and is over before they are, so that no rank waits for it, and
+// none of it is under way when a step has ended: the job may end there. What it says is interpreted in Python
+// (ringdp/diagnosis). Owned by the Reducer, used under its lock, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,8 +41,8 @@ class StepReport {
   int note_forward();
   void backward_began();
   void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
-  // After `backward_began`, of a backward that averages. `joining`: some ranks may repeat the others' operations (torch's Join),
-  // and do not count: such a step is not told.
+  // After `backward_began`, of a backward that averages. `joining`: some ranks may repeat the others' operations
+  // (torch's Join), and do not count: such a step is not told.
   void tell_if_due(bool joining);
   // What the end of this backward waits for, beside its buckets; null: nothing.
   c10::intrusive_ptr<c10d::Work> under_way() const { return exchange_.work; }
@@ -51,16 +51,17 @@ class StepReport {
   // The backward has ended and counted.
   void finished(bool joining);
 
-  // A bucket with this rank's gradients is about to be sent. Some bytes of each are hashed, so that the ranks hear whether
-  // they all compute the same gradients.
+  // A bucket with this rank's gradients is about to be sent. Some bytes of each are hashed, so that the ranks hear
+  // whether they all compute the same gradients.
   void add_gradients(const Bucket& bucket);
 
-  // What Python adds to what is told next; at most kFactsBytes. The C++ side puts two uint64 before its last kAttachedBytes: a
-  // hash of the gradients of the steps that are told, and of how many steps; steps whose gradients were zeros are left out.
+  // What Python adds to what is told next; at most kFactsBytes. The C++ side puts two uint64 before its last
+  // kAttachedBytes: a hash of the gradients of the steps that are told, and of how many steps; steps whose gradients
+  // were zeros are left out.
   void set_facts(const Bytes& facts);
-  // By rank, what all ranks told last; once. Begins with five int64: the number of rows, the step, and of the rank's all-gather before
-  // the times when it was issued and over, in ns of the steady clock (0: there was none), and the time of the last bucket's launch; then
-  // `every` rows, the oldest first, and the facts.
+  // By rank, what all ranks told last; once. Begins with five int64: the number of rows, the step, and of the rank's
+  // all-gather before the times when it was issued and over, in ns of the steady clock (0: there was none), and the
+  // time of the last bucket's launch; then `every` rows, the oldest first, and the facts.
   std::optional<std::vector<Bytes>> take();
   const StepRow& last_row() const { return last_; }
 

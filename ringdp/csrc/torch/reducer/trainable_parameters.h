@@ -1,7 +1,7 @@
-// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out. It notices
-// which were frozen or unfrozen since, and lets the ranks agree about that.
-// There are two numbers: `param_index` counts all parameters of the module, `parameter` those that require grad.
-// Owned by the Reducer, used under its lock.
+// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out. It
+// notices which were frozen or unfrozen since, and lets the ranks agree about that. There are two numbers:
+// `param_index` counts all parameters of the module, `parameter` those that require grad. Owned by the Reducer, used
+// under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,9 +43,9 @@ class TrainableParameters {
   // One pass over the tensors' flags: whether any was frozen or unfrozen since the last accept().
   bool changed() const;
   std::vector<std::size_t> frozen() const;  // param_indices of those that require grad no longer
-  // All ranks learn what changed on each of them. `left_over`: by param_index, whether this rank has a gradient that was not
-  // averaged. Returns those that are frozen and for which some rank has one. Throws on all ranks if they differ about
-  // requires_grad.
+  // All ranks learn what changed on each of them. `left_over`: by param_index, whether this rank has a gradient that
+  // was not averaged. Returns those that are frozen and for which some rank has one. Throws on all ranks if they
+  // differ about requires_grad.
   std::vector<std::size_t> agree_about_change(ReducerGroup& group, const std::vector<bool>& left_over) const;
   void accept();
 

@@ -1,7 +1,7 @@
 // UsedMap: which parameters were used in a backward: by this rank, and by any rank. The ranks' marks travel behind the
-// gradients of the last bucket, and are summed with them; where no bucket can carry them they are an operation of their own.
-// A parameter that no rank used keeps its .grad; one warning names those without gradient.
-// Owned by the Reducer, used under its lock.
+// gradients of the last bucket, and are summed with them; where no bucket can carry them they are an operation of
+// their own. A parameter that no rank used keeps its .grad; one warning names those without gradient. Owned by the
+// Reducer, used under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,13 +32,14 @@ class UsedMap {
       : parameters_(parameters), arrivals_(arrivals), group_(group), unused_(unused) {}
 
   bool needed() const { return unused_ != UnusedParameters::kForbidden; }
-  // This rank's part of the map, into a bucket's `marks` [parameters + 1]: 1 for parameters with gradient; the last element is 1
-  // where one lacks a gradient.
+  // This rank's part of the map, into a bucket's `marks` [parameters + 1]: 1 for parameters with gradient; the last
+  // element is 1 where one lacks a gradient.
   void write(const at::Tensor& marks) const;
-  // The same as an operation of its own, whose name ends in `note`. Without input this rank has used nothing and lacks nothing.
+  // The same as an operation of its own, whose name ends in `note`. Without input this rank has used nothing and lacks
+  // nothing.
   void launch(bool with_input, const std::string& note = {});
-  // The last bucket has been reduced. `wanted`: somebody asks for the map; otherwise it is read only now and then, because
-  // that waits for the device. `marks` are that bucket's, undefined where it has none.
+  // The last bucket has been reduced. `wanted`: somebody asks for the map; otherwise it is read only now and then,
+  // because that waits for the device. `marks` are that bucket's, undefined where it has none.
   void end_backward(const at::Tensor& marks, bool wanted, int64_t step, bool joining);
   // This rank has run out of input (join), and repeats the operation of the others.
   void shadow();
@@ -53,7 +54,8 @@ class UsedMap {
   }
   const std::vector<bool>& somewhere() const { return somewhere_; }  // by parameter; empty: it was not read
 
-  // Warns once about `missing`, this rank's parameters without gradient. The ranks exchange once which of them each lacks.
+  // Warns once about `missing`, this rank's parameters without gradient. The ranks exchange once which of them each
+  // lacks.
   void warn(const std::vector<std::size_t>& missing, int64_t step, bool joining);
   void warn_again() { warned_ = false; }
 
