@@ -26,7 +26,7 @@ class RINGDP_CAPABILITY("mutex") Mutex {
  public:
   void lock() RINGDP_ACQUIRE() { mutex_.lock(); }
   void unlock() RINGDP_RELEASE() { mutex_.unlock(); }
-  void assert_held() const RINGDP_ASSERTS(this) {}  // for clang, where the caller knows it by another name
+  void assert_held() const RINGDP_ASSERTS(this) {}  // for clang, where the caller holds it under another name
 
  private:
   friend class MutexLock;
