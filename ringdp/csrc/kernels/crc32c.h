@@ -9,8 +9,7 @@
 
 namespace ringdp {
 
-// The checksum of `bytes`; or, with that of the bytes before them, of both together: crc32c(b, crc32c(a)) is that of a
-// then b.
+// The checksum of `bytes`. crc32c(b, crc32c(a)) is the checksum of a followed by b.
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t before = 0);
 
 struct Crc32cVersion {

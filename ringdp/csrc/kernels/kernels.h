@@ -20,7 +20,7 @@ Isa best_isa();  // what this CPU has
 Isa current_isa();
 void select_isa(Isa isa);  // for tests; throws Error if the CPU lacks it
 
-// What one (dtype, op) needs. `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap). SUM
+// The loops of one (dtype, op). `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap). SUM
 // and AVG have the same combine; AVG is finished by `divide`, or its last combine and `divide` are one pass of `mean`,
 // with the same bits (float and complex types only). Half types add in float32: `load` acc = x, `accumulate` acc = acc
 // op x, `store` dst = round(acc / divisor); for other types these three are null, and for half types `combine` rounds
@@ -44,7 +44,7 @@ const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(
 using FirstNonFinite = std::size_t (*)(const void* x, std::size_t count);
 FirstNonFinite first_non_finite(DType dtype);  // null for types that have neither
 
-// Null for types other than float32 and float64, in which they compute.
+// Null for types other than float32 and float64.
 using Multiply = void (*)(void* x, double factor, std::size_t count);  // x[i] *= factor
 Multiply multiply(DType dtype);
 // dst[i] = (a[i] * by_a + b[i] * by_b) / divisor, each product rounded: the bits of two `multiply`, `combine` and
