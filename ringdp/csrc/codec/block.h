@@ -1,4 +1,4 @@
-// What all block codes share: how an element is scaled and rounded, and the order that finds a block's extreme.
+// Shared by all block codes: how an element is scaled and rounded, and the order that determines a block's extreme.
 // Stateless, any thread.
 #pragma once
 

@@ -15,14 +15,14 @@
 
 namespace ringdp {
 
-// What a call saw.
+// Whether the elements of a call were finite.
 enum class Encoded { kFinite, kNonFinite };
 
-// What a built-in codec's codes say.
+// The parameters of a built-in codec.
 struct CodecSpec {
   int bits = 0;         // of an element's code, without the scale
   int scale_bytes = 0;  // of a block; 0 for casts, which have no blocks
-  int lowest = 0;       // what is multiplied with the scale is a whole number from `lowest` to `highest`
+  int lowest = 0;       // the scale is multiplied by a whole number from `lowest` to `highest`
   int highest = 0;
   std::span<const int8_t> levels = {};  // the whole numbers that have a code, rising; empty: all
 };
@@ -45,13 +45,13 @@ struct Codec {
 
   void (*decode_set)(float* out, const std::byte* code, std::size_t count);
   void (*decode_add)(float* sum, const std::byte* code, std::size_t count);  // sum += decode(code)
-  // Whether all that the code decodes to is finite; looks at little but the scales, unless inspect_decodes.
+  // Whether all decoded elements are finite. Mostly reads the scales only, unless inspect_decodes.
   Encoded (*inspect)(const std::byte* code, std::size_t count);
   bool inspect_decodes = false;
   CodecSpec spec = {};
 };
 
-// As codec.inspect(code, count), for a caller that has decoded it: `decoded` is what decode_set gave.
+// As codec.inspect(code, count), for a caller that has the result of decode_set, `decoded`.
 Encoded inspect(const Codec& codec, const std::byte* code, const float* decoded, std::size_t count);
 Encoded inspect_elements(const float* x, std::size_t count);
 

@@ -24,9 +24,9 @@ void project_back(float* right, const float* v, const float* left, const Shape& 
 // it is v on entry and (v - matrix) / factor on return. `matrix` may be anything but an operand.
 void expand(float* matrix, float* kept, float factor, const float* left, const float* right, const Shape& shape);
 
-// Each of the `rank` vectors of `count`, from the first to the last, is made orthogonal to those before it and of
-// length 1; what is left of one by rounding alone becomes zero. In double, by modified Gram-Schmidt, twice; dot
-// products add in halves. Something that is not finite makes its vector NaN.
+// Makes each of the `rank` vectors of `count` elements, from the first to the last, orthogonal to those before it and
+// of length 1. A vector of which only rounding errors remain becomes zero. Modified Gram-Schmidt in double, twice; dot
+// products add in halves. A vector with an element that is not finite becomes NaN.
 void orthonormalise(float* vectors, std::size_t count, std::size_t rank);
 
 }  // namespace ringdp::low_rank
