@@ -29,8 +29,8 @@ class CopyQueue {
   virtual Ticket follow(std::function<void()> work) = 0;
   virtual bool done(Ticket ticket) = 0;  // throws an error of the device
 
-  // Calls `what` now, on this thread; the work that it queues on the device comes after everything queued here. A
-  // device without streams makes this thread wait.
+  // Calls `what` now, on this thread; the work that it queues on the device runs after everything queued here. On a
+  // device without streams this thread waits.
   virtual void after_all(const std::function<void()>& what) = 0;
   // The same for all later work of this thread on its current stream.
   virtual void order_caller() = 0;
