@@ -212,7 +212,7 @@ struct BlockCodes {
     for (int i = 0; i < kShare; ++i) values[i] = code.scale != code.scale ? codecs::kMarked : values[i];
   }
 
-  // Whether what was encoded was finite: element i of the share, or any of it.
+  // Whether element i of the share, or the whole share, was finite before encoding.
   static __device__ bool finite(const Code& code, int) { return code.scale == code.scale; }
   static __device__ bool finite(const Code& code) { return code.scale == code.scale; }
 
