@@ -26,10 +26,11 @@ class PairMemory {
   PairMemory& operator=(const PairMemory&) = delete;
 
   // A descriptor to be handed to the peer, and to `map`. `ring_bytes`: a power of two from kMinRingBytes to
-  // kMaxRingBytes. Empty, and in words why, where limits or filters of this process or host refuse.
+  // kMaxRingBytes. Empty, with the reason as text, if limits or filters of this process or host refuse.
   static Fd create(std::size_t ring_bytes, std::string& problem);
 
-  // What `create` made, here or in the peer: a descriptor of another kind, size or with other seals is refused too.
+  // Maps the memory of `create`, made here or by the peer; refuses a descriptor of another kind, size, or with other
+  // seals.
   static std::optional<PairMemory> map(const Fd& memory, std::size_t ring_bytes, std::string& problem);
 
   std::byte* control() const { return base_; }

@@ -29,8 +29,8 @@ bool TcpWatch::look() {
   return true;
 }
 
-// Where both ends have only large packets under way, a path that loses those is as silent as one to a host that is
-// gone. A host that is there refuses a connection to this port, or takes it: small packets both.
+// If both ends have only large packets in flight, a path that loses those is as silent as a dead host. A live host
+// refuses or accepts a connection to this port, with small packets.
 void TcpWatch::ask_elsewhere(Clock::time_point now) {
   int error_number = EAGAIN;  // no answer
   if (question_) {
