@@ -8,7 +8,7 @@
 namespace ringdp {
 namespace {
 
-// Connections that have not proved anything yet; one per rank in larger jobs, fewer where descriptors are few.
+// Connections that are not authenticated yet; one per rank in larger jobs, fewer where descriptors are few.
 constexpr int kMaxStrangers = 64;
 constexpr int kMaxUnconfirmed = 4;  // of one rank: more are a replay of its hello
 
@@ -44,12 +44,13 @@ void Acceptor::step(std::span<const pollfd> polled, const MadeConnections& made)
 void Acceptor::let_in(Fd socket, const SocketAddress& from, const MadeConnections& made) {
   const int descriptor = socket.get();
   HandshakeAttempt& attempt = attempts_.emplace_back(std::move(socket), from);
-  move_on(attempt, made);  // one of ours has spoken by now
+  move_on(attempt, made);  // a rank of this job has sent its hello by now
   note_failure(attempt);
   evict_strangers(descriptor);
 }
 
-// When the table is full the oldest attempt goes, not the newest: a rank of this job speaks at once, and dials again.
+// When the table is full the oldest attempt is closed, not the newest: a rank of this job sends its hello at once, and
+// dials again.
 void Acceptor::evict_strangers(int newest) {
   auto strangers = static_cast<std::size_t>(std::count_if(attempts_.begin(), attempts_.end(), is_stranger));
   const auto most = static_cast<std::size_t>(std::max(kMaxStrangers, self_.world()));
@@ -58,7 +59,7 @@ void Acceptor::evict_strangers(int newest) {
     oldest.fail("others waited");
     note_failure(oldest);
   }
-  // Not by `collect` alone: a flood would hold a descriptor for each until the step ends.
+  // Closed here, not only in `collect`: otherwise a flood would hold a descriptor for each until the step ends.
   attempts_.remove_if([](const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kClosed; });
 }
 
@@ -100,7 +101,8 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
     if (!made.same_process(peer, hello.nonce)) return refuse(attempt, Refusal::kDuplicate);
     const bool another = made.wanting(peer, hello.number);
     const bool further = hello.number == made.number(peer) && made.streams().lacks(peer, hello.stream);
-    const bool hears = made.fixed(peer) && hello.stream == 0 && self_.mine.met != 0;  // by the reply that all have met
+    // the reply says that all are connected
+    const bool hears = made.fixed(peer) && hello.stream == 0 && self_.mine.met != 0;
     if (!another && !further && !hears) return attempt.close();
   }
   const auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {

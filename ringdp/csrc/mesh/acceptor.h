@@ -1,7 +1,6 @@
-// Acceptor: the connections that others begin. It lets them in at the Door and judges their hellos: those of higher
-// ranks get an answer, whether they are wanted or not. Strangers get a bounded number of connections, a bounded time,
-// and no answer.
-// Owned by the Connector, used by its thread.
+// Acceptor: the connections that other processes begin. It accepts them and checks their hellos: those of higher ranks
+// get an answer, whether this rank wants a connection or not. Unauthenticated processes get a bounded number of
+// connections, a bounded time, and no answer. Owned by the Connector, used by its thread.
 #pragma once
 
 #include <poll.h>
@@ -23,8 +22,8 @@ namespace ringdp {
 
 class Acceptor {
  public:
-  // An authentic hello or knock for a connection in place of one that has broken: it is answered by another class. A
-  // knock has no socket.
+  // An authentic hello or knock for a connection that replaces a broken one: the Redialler answers it. A knock has no
+  // socket.
   struct Resumption {
     int peer = -1;
     uint64_t number = 0;
@@ -43,12 +42,12 @@ class Acceptor {
 
   void poll_for(std::vector<pollfd>& polled) const;
   void step(std::span<const pollfd> polled, const MadeConnections& made);  // which begins with those of `poll_for`
-  void collect(MadeConnections& made);                                     // hands over what is done
+  void collect(MadeConnections& made);                                     // hands over those that are established
   void forget(int peer);
   void set_met(uint8_t met) { self_.mine.met = met; }
-  uint8_t met(int peer) const { return met_[peer]; }  // as it last said, in place of a connection that has broken
+  uint8_t met(int peer) const { return met_[peer]; }  // of its last hello that replaces a broken connection
   std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
-  // Lower ranks that need a connection. A knock that was recorded and is sent again has no other effect.
+  // Lower ranks that need a connection. A replayed knock has no other effect.
   std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
 
  private:

@@ -109,7 +109,7 @@ std::optional<Connector::Trouble> Connector::trouble() const {
     if (!large(peer).empty() && !answers && (peer > self_.rank() || verdict != Route::Verdict::kOpen))
       return large_trouble(peer);
     if (verdict == Route::Verdict::kOpen || answers) continue;
-    if (peer > self_.rank() && verdict != Route::Verdict::kRefused) continue;  // it need not be reached from here
+    if (peer > self_.rank() && verdict != Route::Verdict::kRefused) continue;  // it dials this rank
     const bool refused = verdict == Route::Verdict::kRefused;
     if (refused && route.was_connected())
       return Trouble{.peer = peer,

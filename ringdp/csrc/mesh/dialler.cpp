@@ -111,7 +111,8 @@ void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) 
                             : !made.streams().lacks(facts.peer, facts.stream);
   if (better) return attempt.fail("");  // one confirm per peer: the other side may believe it
   attempt.confirm(self_, first ? made.streams().wanted(facts.peer, attempt.fd()) : facts.streams);
-  if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];  // it may have arrived
+  // the confirm may have arrived
+  if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];
 }
 
 void Dialler::note_failure(HandshakeAttempt& attempt, MadeConnections& made) {

@@ -1,7 +1,6 @@
-// Dialler: which ranks are wanted, and the connections that this rank begins. It dials the lower ranks at all their
-// addresses, and the further connections of a pair whose first one it has made (ExtraStreams). A higher rank dials
-// itself; where it takes its time it is asked to.
-// Owned by the Connector, used by its thread.
+// Dialler: the ranks to connect with, and the connections that this rank begins. It dials the lower ranks at all their
+// addresses, and the further connections of a pair whose first one it has made (ExtraStreams). Higher ranks dial this
+// rank; one that is late is asked to, with a knock. Owned by the Connector, used by its thread.
 #pragma once
 
 #include <poll.h>
@@ -27,10 +26,10 @@ class Dialler {
   void want(int peer);
   void check(int peer);
   void forget(int peer);
-  void again(int peer);  // its connection has ended
+  void again(int peer);  // its connection has ended: dials it again
   void set_met(uint8_t met) { self_.mine.met = met; }
 
-  bool aims_at(int peer) const { return aims_[peer] != Aim::kNone; }  // to connect with it, or to check
+  bool aims_at(int peer) const { return aims_[peer] != Aim::kNone; }  // to connect with it, or to check its addresses
   bool wants(int peer) const { return aims_[peer] == Aim::kConnect; }
   bool checks(int peer) const { return aims_[peer] == Aim::kCheck; }
   const Route& route(int peer) const { return routes_[peer]; }
@@ -40,7 +39,8 @@ class Dialler {
 
   void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
   void step(std::span<const pollfd> polled, MadeConnections& made);  // which begins with those of `poll_for`
-  void collect(MadeConnections& made);                               // hands over what is done, begins what is due
+  // hands over those that are established, begins those that are due
+  void collect(MadeConnections& made);
 
  private:
   enum class Aim { kNone, kCheck, kConnect };
@@ -58,7 +58,7 @@ class Dialler {
   std::vector<uint64_t> numbers_;  // of the connection that is dialled now, or next
   std::vector<uint8_t> met_;
   std::vector<Route> routes_;
-  std::vector<Clock::time_point> probe_from_;  // for ever away where it is not to be probed
+  std::vector<Clock::time_point> probe_from_;  // the maximum where it is not to be probed
   std::vector<std::string> large_;
   HandshakeAttempts attempts_;
 };

@@ -8,7 +8,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int kAcceptsPerStep = 256;  // then the others have their turn
+constexpr int kAcceptsPerStep = 256;  // then the other listeners have their turn
 constexpr auto kReportEvery = std::chrono::seconds(1);
 constexpr auto kPauseForDescriptors = std::chrono::milliseconds(50);
 constexpr auto kShortTooLong = std::chrono::seconds(5);
@@ -27,7 +27,7 @@ void Door::let_in(std::size_t listener, const std::function<void(Fd, const Socke
     if (error_number != 0) {
       const auto now = Clock::now();
       accept_after_ = now + kPauseForDescriptors;
-      if (!short_since_ || now - short_last_ > std::chrono::seconds(1)) short_since_ = now;  // another time
+      if (!short_since_ || now - short_last_ > std::chrono::seconds(1)) short_since_ = now;  // a new shortage
       short_last_ = now;
       short_of_ = errno_text(error_number);
       report("cannot let a connection in: " + short_of_);

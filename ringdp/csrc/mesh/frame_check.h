@@ -25,7 +25,7 @@ class FrameCheck {
   // Sending: `head_bytes()` at `out`.
   void write_head(const FrameHeader& header, std::span<const std::byte> payload, std::byte* out) const;
 
-  // Receiving: false if the `head_bytes()` at `head` did not come as they were sent. Then its payload, part by part.
+  // Receiving: false if the `head_bytes()` at `head` are corrupted. Then its payload, part by part.
   bool accept_head(const std::byte* head);
   void add(std::span<const std::byte> part) {
     if (on_) found_ = crc32c(part, found_);

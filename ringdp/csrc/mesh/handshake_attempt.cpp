@@ -12,7 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
-constexpr int64_t kPeerMs = 30'000;    // what one of ours may take to answer: it may be slow
+constexpr int64_t kPeerMs = 30'000;    // how long a rank of this job may take to answer
 constexpr int kLooksLostMs = 3000;     // left of its patience: padding that has not come by then is lost
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }

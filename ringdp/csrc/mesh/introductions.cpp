@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kQuestionsPerLook = 32;  // to the store
 constexpr std::size_t kQuestionsTogether = 128;
-constexpr std::chrono::milliseconds kTogether{50};  // after the last news
+constexpr std::chrono::milliseconds kTogether{50};  // after the last answer
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
 
@@ -20,7 +20,7 @@ ProcessId process_in(const Record& record) {
 }  // namespace
 
 Record introduction(const RendezvousOptions& options) {
-  // Addresses that cannot be used are not an error yet: all ranks may turn out to be on this host.
+  // Addresses that cannot be used are not an error yet: all ranks may be on this host.
   std::vector<std::string> ips;
   for (const Interface& it : interfaces())
     if (!it.is_loopback) ips.push_back(it.ip);
@@ -46,7 +46,7 @@ Introductions::Introductions(Store& store, const RendezvousOptions& options)
   for (int rank = 0; rank < options.world; ++rank) ranks_[rank].info.rank = rank;
   take_who(rank_, introduction_);
   Introduction& self = ranks_[rank_];
-  self.hello = options.hello;  // as it is, with its line breaks
+  self.hello = options.hello;  // unchanged, with its line breaks
   self.placed = true;
 }
 
@@ -65,8 +65,7 @@ void Introductions::publish_addresses(const std::vector<std::string>& addresses)
   store_.set(key("at", rank_), write_record({{"addresses", join(addresses, ",")}}));
 }
 
-// Ranks that were started together are asked for together, in two round trips. Those that have come are asked for one
-// by one when others keep them waiting.
+// Asks for all ranks together, in two round trips, while they start together; for single ranks once some are late.
 Introductions::News Introductions::ask(bool addresses, Clock::duration quiet) {
   std::vector<Question> open;
   for (const Introduction& it : ranks_)

@@ -1,6 +1,6 @@
-// Introductions: what each rank of a job has told of itself in the store before the ranks meet: who it is, and where it
-// listens. Publishes this rank's, and asks for the others'. Nothing blocks but the store.
-// Owned by a RendezvousRun and used by its thread.
+// Introductions: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
+// its addresses. Publishes this rank's, and reads the others'. Nothing blocks but the store. Owned by a RendezvousRun
+// and used by its thread.
 #pragma once
 
 #include <optional>
@@ -18,7 +18,7 @@
 
 namespace ringdp {
 
-// What a rank tells the others of itself before they meet: host, process, networks, and what it asks for.
+// A rank's record: host, process, networks and settings.
 Record introduction(const RendezvousOptions& options);
 
 struct Introduction {
@@ -30,7 +30,7 @@ struct Introduction {
   std::vector<std::string> ips;
   std::string hello;
   const Transport* transport = nullptr;  // what it names in RINGDP_TRANSPORT; null: auto
-  bool present = false;                  // the above was read
+  bool present = false;                  // all above was read
   std::vector<std::string> addresses;    // where it listens
   bool placed = false;                   // they were read
 };
@@ -41,7 +41,7 @@ class Introductions {
  public:
   Introductions(Store& store, const RendezvousOptions& options);
 
-  // Another process that lives and has introduced itself as this rank.
+  // The record of another living process with this rank, if there is one.
   std::optional<Record> rival() const;
   void publish();
   void publish_addresses(const std::vector<std::string>& addresses);
@@ -50,9 +50,9 @@ class Introductions {
     bool any = false;
     std::vector<int> placed;  // ranks whose addresses were read
   };
-  // Asks for some of what is missing. `addresses`: for these as well. `quiet`: how long there has been nothing new.
+  // Reads some of the missing records; with `addresses` also these. `quiet`: the time since the last answer.
   News ask(bool addresses, Clock::duration quiet);
-  void ask_for(int rank);  // who it is, unless that is known
+  void ask_for(int rank);  // its identity, unless that is known
 
   const Introduction& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   const Introduction& self() const { return (*this)[rank_]; }
@@ -61,7 +61,7 @@ class Introductions {
   bool all_placed() const;
 
  private:
-  using Question = std::pair<bool, int>;  // where or who, which rank
+  using Question = std::pair<bool, int>;  // addresses or identity; rank
 
   void take(Question question, const std::string& text, News& news);
   void take_who(int rank, const Record& record);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kOneSecret = "give the ranks of all hosts the same file (--secret-file, RINGDP_SECRET_FILE)";
 
-// The words of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
+// The items of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
 std::pair<std::string, std::string> different_words(const std::string& theirs, const std::string& mine) {
   auto missing_in = [](const std::vector<std::string>& other, const std::vector<std::string>& words) {
     std::vector<std::string> out;
@@ -23,7 +23,7 @@ std::pair<std::string, std::string> different_words(const std::string& theirs, c
   return {missing_in(right, left), missing_in(left, right)};
 }
 
-// Proves in the store that a rank holds the same secret, without showing it.
+// Shows in the store that a rank has the same secret, without revealing it.
 std::string secret_check(const std::vector<std::byte>& secret) {
   return hex_encode(hmac_sha256(secret, std::as_bytes(std::span("ringdp secret check", 19))));
 }

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kBusyMs = 30;         // while something is under way: a dial may be due
 constexpr int kRedialMs = 5;        // while a connection is made again
-constexpr int kIdleMs = 60'000;     // a wish, or a rank that connects, ends it earlier
-constexpr int kChecksTogether = 8;  // that are under way at a time
+constexpr int kIdleMs = 60'000;     // a call of `want`, or a rank that connects, ends it earlier
+constexpr int kChecksTogether = 8;  // at a time
 constexpr auto kCheckEvery = std::chrono::milliseconds(10);
 
 void ring(const Fd& bell) {
@@ -114,7 +114,7 @@ bool LateConnections::step() {
   if (redialler_ && redialler_->busy()) wait_ms = std::min(wait_ms, kRedialMs);
   state_->connector.step(wait_ms, also);
   std::vector<Connector::Connected> connected = state_->connector.take();
-  ask_for_congestion(connected, state_->congestion);  // what is wrong was said at the start
+  ask_for_congestion(connected, state_->congestion);  // result ignored: a failure was logged at the start
   for (Connector::Connected& it : connected)
     state_->sharing.reconnect(it.peer, std::move(it.socket), std::move(it.more));
   state_->sharing.step(0);
@@ -129,7 +129,7 @@ bool LateConnections::step() {
   return true;
 }
 
-// No more connections: a later `want` gets the reason.
+// Makes no more connections: a later `want` fails with the reason.
 void LateConnections::give_up(const std::string& why) {
   events_.notice(LogLevel::kError, "rank " + std::to_string(state_->rank) + " makes no more connections: " + why);
   for (const PeerInfo& peer : state_->peers) {
@@ -141,8 +141,8 @@ void LateConnections::give_up(const std::string& why) {
   }
 }
 
-// False: it is to stop. That is one of the things the bell rings for, so it is looked at with the bell, not before:
-// else a stop in between would be heard after the next sleep only.
+// False: this thread must stop. `stop` writes to wakeup_, so it is checked after wakeup_ is read, not before:
+// otherwise a stop in between would be noticed only after the next sleep.
 bool LateConnections::take_wishes() {
   std::vector<int> wishes;
   std::vector<std::pair<int, bool>> broken;
@@ -203,8 +203,7 @@ void LateConnections::look_for_trouble() {
   }
 }
 
-// A rank that leaves in good order stops listening and closes half-made connections: not a failure unless one is
-// needed.
+// A rank that leaves in good order stops listening and closes unfinished connections: a failure only if one is needed.
 void LateConnections::fail(const Connector::Trouble& trouble) {
   const bool only_checked = state_->connector.checking(trouble.peer);
   const Error error = explain(trouble);

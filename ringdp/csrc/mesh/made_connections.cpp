@@ -13,7 +13,7 @@
 namespace ringdp {
 namespace {
 
-// What a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
+// Reads what a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
 std::optional<GivenUp> last_words(int socket) {
   std::array<std::byte, 8 * kSharedMessageBytes> read{};
   const ssize_t got = recv(socket, read.data(), read.size(), MSG_DONTWAIT);
@@ -92,7 +92,7 @@ void MadeConnections::watch(std::span<const pollfd> polled) {
   std::size_t index = 0;
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     if (!peers_[peer].watched) continue;
-    bool ended = false;  // one of several ends all
+    bool ended = false;  // the end of one stream ends all of the pair
     for (std::size_t left = 1 + streams_.sockets(static_cast<int>(peer)).size(); left > 0; --left)
       ended |= polled[index++].revents != 0;
     if (ended) note_end(static_cast<int>(peer));
@@ -114,7 +114,7 @@ void MadeConnections::fix(int peer) {
 }
 
 // No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the
-// store, or the network has ended the connection. Which, others find out; this one is made again.
+// store, or the network has ended the connection. Other parts find out which; this one dials again.
 void MadeConnections::note_end(int peer) {
   const int socket = peers_[peer].socket.get();
   auto why = last_words(socket);
@@ -129,7 +129,7 @@ void MadeConnections::note_end(int peer) {
 void MadeConnections::tell(const GivenUp& why) {
   for (const Peer& it : peers_)
     if (it.socket)
-      send_shared_message(it.socket.get(), why.message());  // where that fails, the end of the connection says it
+      send_shared_message(it.socket.get(), why.message());  // if that fails, the peer sees the end of the connection
 }
 
 std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting) {

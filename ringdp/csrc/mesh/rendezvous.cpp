@@ -36,7 +36,7 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
   }
   RendezvousRun rendezvous(store, options);
   try {
-    // The sockets close after the others were told: who sees one close first finds the reason in the store.
+    // Publishes the failure before the sockets close: a rank that sees one close finds the reason in the store.
     try {
       return rendezvous.run();
     } catch (const StoreLost&) {

@@ -15,10 +15,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kCheckEvery{200};  // whether the processes of this host live
+constexpr milliseconds kCheckEvery{200};  // interval of looking whether the processes of this host live
 constexpr int kLookUpMs = 3000;
-constexpr milliseconds kPlacesWait{1000};  // for where those are that have connected
-// In the kernel: with less, a burst of strangers makes one of ours wait for a second SYN.
+constexpr milliseconds kPlacesWait{1000};  // for the addresses of ranks that have connected
+// In the kernel: with less, a burst of unauthenticated connections makes a rank of this job send its SYN twice.
 constexpr int kBacklog = 1024;
 
 std::string in_seconds(Clock::duration time) {
@@ -42,7 +42,7 @@ RendezvousRun::RendezvousRun(Store& store, const RendezvousOptions& options)
 Mesh RendezvousRun::run() {
   introduce();
   connect();
-  transports_.check_settings();  // before the sockets are taken: where it throws they must stay open for a while
+  transports_.check_settings();  // before the sockets are taken, because they must stay open for a while if it throws
   transports_.run(*connector_, [this] {
     look_at_ended();
     check_connections();
@@ -64,9 +64,9 @@ Error RendezvousRun::settle_error(const Error& error, bool stopped) {
 
 void RendezvousRun::connect() {
   auto next_look = Clock::now();
-  // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
+  // A peer may have connected before its record was read. Its addresses are needed if the two connect later.
   const bool later = world_ > options_.full_mesh_ranks;
-  // For connections that are made again it had better be known.
+  // Replacing a broken connection needs its addresses.
   std::optional<Clock::time_point> connected_at;
   auto places_come = [&] {
     if (!connected_at) connected_at = Clock::now();
@@ -88,7 +88,7 @@ void RendezvousRun::connect() {
     else
       poll(nullptr, 0, wait_ms);
     if (options_.check_interrupt) options_.check_interrupt();
-    if (look_at_ended()) next_look = Clock::now();  // it may have a reason
+    if (look_at_ended()) next_look = Clock::now();  // the store may have the reason
     check_connections();
     check_processes();
     if (ranks_.all_present()) wait_.note_all_came();
@@ -136,7 +136,7 @@ std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
   return std::make_unique<LateConnections>(std::move(rest));
 }
 
-// ---- What stands in the store ----
+// ---- The records in the store ----
 
 void RendezvousRun::introduce() {
   if (const auto other = ranks_.rival()) {
@@ -179,14 +179,15 @@ void RendezvousRun::take_job(const std::string& text) {
 void RendezvousRun::set_route(int rank) {
   const Introduction &self = ranks_.self(), &peer = ranks_[rank];
   const bool same_network = peer.network == self.network;
-  // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
+  // The process of this host lives, but the group that it had, with its listeners, may be destroyed.
   const bool same_processes = peer.process.space == self.process.space && !options_.listeners;
   const Transport* first = transport_between(self, peer).first;
   connector_->set_route(rank, candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs), !same_processes,
                         first == nullptr || first->open == nullptr);
 }
 
-// On loopback once it is certain that everybody is on this host; on addresses others can reach as soon as one is not.
+// Listens on loopback once all ranks are known to be on this host; on addresses that others can reach as soon as one
+// is not.
 void RendezvousRun::listen_if_known() {
   if (!job_ || connector_) return;
   const Introduction& self = ranks_.self();
@@ -220,7 +221,7 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
       if (it.is_loopback) return {it.ip};
     return {"127.0.0.1"};
   }
-  // An address that another host has as well (docker0) leads nowhere; a family that no other rank has, neither.
+  // An address that another host has too (docker0) is useless, as is a family that no other rank has.
   std::set<std::string> elsewhere, families;
   auto family = [](const std::string& ip) { return std::string(ip.find(':') == std::string::npos ? "4" : "6"); };
   for (const Introduction& it : ranks_.all()) {
@@ -237,9 +238,9 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
   return useful.empty() ? wanted : useful;
 }
 
-// ---- Who is still to be had ----
+// ---- Which ranks live ----
 
-// Either end may have died: its process is looked for at once.
+// Either end may have died: checks its process at once.
 bool RendezvousRun::look_at_ended() {
   if (!connector_ || connector_->take_ended().empty()) return false;
   check_after_ = Clock::now();
@@ -252,10 +253,10 @@ void RendezvousRun::check_processes() {
   check_after_ = now + std::max(kCheckEvery, milliseconds(10 * world_));
   for (int rank = 0; rank < world_; ++rank) {
     const Introduction& peer = ranks_[rank];
-    // A connection tells by itself, and tells a rank that left in good order from one that died.
+    // A connection shows the end by itself, and distinguishes a rank that left in good order from one that died.
     if (rank == rank_ || !peer.present || connected(rank)) continue;
     bool gone = certainly_gone(peer.process);
-    // Once more: what it did last may still be on its way.
+    // Checked twice: its last message may still be in flight.
     if (gone && suspected_[rank] != 0)
       throw trouble_.failure(ErrorKind::kPeerLost, rank,
                              peer.info.text() + " died while the ranks met: there is no such process",
@@ -270,7 +271,7 @@ void RendezvousRun::check_connections() {
   auto trouble = connector_->trouble();
   if (!trouble) return;
   if (trouble->given_up) throw trouble_.failure(trouble->peer, *trouble->given_up);
-  ranks_.ask_for(trouble->peer);  // it may have connected before its words were read
+  ranks_.ask_for(trouble->peer);  // it may have connected before its record was read
   UnreachableText text =
       unreachable_text(ranks_.self().info, ranks_[trouble->peer].info, *trouble, "while the ranks met");
   throw trouble_.failure(text.kind, trouble->peer, text.story, text.advice);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLingerMs = 600;
 constexpr int kLingerStoppedMs = 300;               // a user waits at the keyboard
-const std::string kLargePackets = "large packets";  // stands for that advice in the store: it must be short itself
+const std::string kLargePackets = "large packets";  // the code of that advice in the store, where texts are short
 
 std::string heard_key(int rank) { return "heard/" + std::to_string(rank); }
 
@@ -67,7 +67,7 @@ Error RendezvousTrouble::settle(const Error& error, bool stopped) {
   if (!heard_) {
     const ErrorContext& context = error.context();
     const std::string story = story_of(error);
-    if (context.cause.empty() && context.peer >= 0)  // of the store
+    if (context.cause.empty() && context.peer >= 0)  // an error of the store
       out = failure(error.kind(), context.peer, story, context.advice);
     std::string mine =
         write_record({{"by", std::to_string(options_.rank)},

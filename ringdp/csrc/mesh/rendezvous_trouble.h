@@ -1,6 +1,5 @@
-// RendezvousTrouble: what a rank does about trouble while the ranks meet: it tells the others through the store, hears
-// from them, and all end with one story.
-// Owned by a RendezvousRun and used by its thread.
+// RendezvousTrouble: publishes this rank's failure in the store, and reads the others', so that all ranks raise the
+// same error. Owned by a RendezvousRun and used by its thread.
 #pragma once
 
 #include <optional>
@@ -19,20 +18,21 @@ class RendezvousTrouble {
   RendezvousTrouble(Store& store, const RendezvousOptions& options, const Introductions& ranks)
       : store_(store), options_(options), ranks_(ranks) {}
 
-  // `story` must be true on every rank.
+  // The text must be true on every rank.
   Error failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const;
   Error failure(int from, const GivenUp& why) const;
-  std::optional<Error> heard();  // what another rank told
+  std::optional<Error> heard();  // another rank's failure
 
-  // After an error on this rank: tells the others, or, where one of them was first, turns it into that rank's story.
-  // `stopped`: by an exception that is not an Error (an interrupt). Throws only StoreLost.
+  // After an error on this rank: publishes it, or, if another rank was first, returns that rank's error. `stopped`: by
+  // an exception that is not an Error (an interrupt). Throws only StoreLost.
   Error settle(const Error& error, bool stopped);
   Error store_lost(const Error& error) const;
-  GivenUp words_for_peers(const Error& error) const;  // where no store tells them
+  GivenUp words_for_peers(const Error& error) const;  // for peers that do not read the store any more
 
  private:
   std::string story_of(const Error& error) const;
-  void linger(int limit_ms, int dead);  // the store may end with this process: the others are to hear first
+  // waits until the others have read the failure, since the store may end with this process
+  void linger(int limit_ms, int dead);
 
   Store& store_;
   const RendezvousOptions& options_;

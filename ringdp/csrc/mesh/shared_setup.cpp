@@ -15,7 +15,7 @@ constexpr std::size_t kBytesToSpare = std::size_t{32} << 20;  // in the control 
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-// That there is not so much to be had; empty: there is.
+// The reason if the limit does not allow so much memory; else empty.
 std::string memory_problem(std::size_t bytes) {
   auto left = memory_left_in_groups();
   if (!left || static_cast<std::size_t>(*left) >= bytes + kBytesToSpare) return "";
@@ -126,8 +126,8 @@ bool SharedSetup::complete() const {
          std::all_of(tree_.children().begin(), tree_.children().end(), heard);
 }
 
-// Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says
-// that knows that all are ready may be a frame.
+// Of the settled pairs only the neighbours in the tree send further messages, and are watched for their end. After
+// kAllReady a peer's next bytes may be a frame.
 bool SharedSetup::waits_for(int peer) const {
   const PairSetup& pair = pairs_[peer];
   if (!pair.connected() || !pair.settled()) return pair.connected();
@@ -212,10 +212,10 @@ void SharedSetup::hear(int peer, int fd) {
 
 void SharedSetup::tell(const GivenUp& why) {
   for (PairSetup& pair : pairs_)
-    if (pair.connected()) pair.say(why.message());  // else the end of the connection says it
+    if (pair.connected()) pair.say(why.message());  // otherwise the peer sees the end of the connection
 }
 
-// A child that dies when all are ready is not heard here: the others' links tell, as at any time later.
+// A child that dies when all are ready is not noticed here: the links report it, as at any later time.
 void SharedSetup::pass_on() {
   if (trouble_) return;
   const auto say = [this](int peer, SharedType type) {

@@ -15,8 +15,9 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::size_t kReasonsShown = 4;
-constexpr int64_t kGraceMs = 2000;         // after the deadline: a rank that waits for a connection has more to tell
-constexpr int64_t kWithoutStoreMs = 5000;  // for word that all are ready, though the store has gone
+// after the deadline: the error of a rank that waits for a connection says more
+constexpr int64_t kGraceMs = 2000;
+constexpr int64_t kWithoutStoreMs = 5000;  // for the message that all are ready, after the store was lost
 
 }  // namespace
 
@@ -110,8 +111,8 @@ bool TransportSetup::step(Connector& connector) {
     connector.lose(peer);
     cut_.push_back(peer);
   }
-  // Its memory was ready before the end of its connection was seen; or it has met all, and has a channel that it makes
-  // again with this rank's.
+  // Its memory was ready before the end of its connection was seen; or the peer is complete, and its channel will be
+  // replaced together with this rank's.
   std::erase_if(cut_, [&](int peer) {
     const bool needless = !sharing_->needs_connection(peer) || connector.met(peer) != 0;
     if (needless) connector.fix(peer);
@@ -124,7 +125,7 @@ void TransportSetup::wait_for_all(Connector& connector, const std::function<void
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check();
-    if (step(connector)) next_look = std::min(next_look, Clock::now());  // its end may have a reason
+    if (step(connector)) next_look = std::min(next_look, Clock::now());  // the store may have the reason
     if (options_.check_interrupt) options_.check_interrupt();
     if (sharing_->complete()) break;
     hear_trouble_now_and_then(next_look, begin);
@@ -148,7 +149,7 @@ std::string TransportSetup::what_for() const {
 void TransportSetup::check() const {
   if (const auto& trouble = sharing_->trouble()) {
     std::string peer = ranks_[trouble->peer].info.text();
-    if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
+    if (trouble->lost && store_lost_) throw *store_lost_;  // it left because the store was lost
     if (trouble->given_up) throw trouble_.failure(trouble->peer, *trouble->given_up);
     if (trouble->lost)
       throw trouble_.failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
@@ -170,7 +171,7 @@ void TransportSetup::check() const {
   }
 }
 
-// What another rank found goes through the store. Its keeper may know already that all are ready, and have left.
+// Failures of other ranks are in the store. Its process may know already that all are ready, and have left.
 void TransportSetup::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
   auto now = Clock::now();
   if (now < next) return;

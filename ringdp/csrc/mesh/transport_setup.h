@@ -1,7 +1,7 @@
-// TransportSetup: what a rank does once it is connected with all that it connects with at the start: it comes to share
-// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. What ends meanwhile
-// is connected again. Blocking, until the RendezvousWait is over. Owned by a RendezvousRun and used by its thread;
-// owns the connections from `run` on, in a SharedSetup.
+// TransportSetup: the second half of the rendezvous: sets up shared memory with the ranks of this host, or finds why
+// it cannot, and waits until all ranks have done so. A connection that ends meanwhile is replaced. Blocks until the
+// RendezvousWait is over at most. Owned by a RendezvousRun and used by its thread; owns the connections from `run` on,
+// in a SharedSetup.
 #pragma once
 
 #include <functional>
@@ -27,11 +27,11 @@ class TransportSetup {
                  RendezvousWait& wait)
       : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), trouble_(trouble), wait_(wait) {}
 
-  // Throws where ranks name transports or sites that do not go together. The same on all ranks: each looks at all
+  // Throws if ranks name transports or sites that exclude each other. The same error on all ranks: each checks all
   // pairs.
   void check_settings() const;
-  // Takes the connections from there, and asks it for others where some end. `look`: at who lives; called now and
-  // then, may throw. Throws what RendezvousRun::run does.
+  // Takes the connections from `connector`, which also replaces those that end. `look`: checks which ranks live;
+  // called at intervals, may throw. Throws what RendezvousRun::run does.
   void run(Connector& connector, const std::function<void()>& look);
 
   bool begun() const { return sharing_.has_value(); }
@@ -57,7 +57,7 @@ class TransportSetup {
   std::optional<SharedSetup> sharing_;
   std::string congestion_problem_;
   std::map<std::size_t, std::vector<int>> with_streams_;  // ranks, by how many
-  std::vector<int> cut_;                                  // peers with whom another connection is made
+  std::vector<int> cut_;                                  // peers whose connection is being replaced
   std::optional<StoreLost> store_lost_;                   // after all were connected
 };
 

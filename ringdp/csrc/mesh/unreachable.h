@@ -1,4 +1,4 @@
-// The message about a peer to which a rank cannot connect; its text is true on every rank. Pure functions, any thread.
+// The error of a peer to which a rank cannot connect; its text is true on every rank. Pure functions, any thread.
 #pragma once
 
 #include <string>
