@@ -15,7 +15,7 @@ namespace ringdp {
 // rank owns which part of it, so the bits do not depend on the other sections of the buffer.
 struct CompressedSection {
   float* x = nullptr;   // [count]; this rank's gradient, then the mean
-  float* to = nullptr;  // [count]; where the mean goes, and `x` stays as it is; null: to `x`
+  float* to = nullptr;  // [count]; receives the mean, and `x` is not changed; null: `x` receives it
   std::size_t count = 0;
   uint32_t owner_offset = 0;  // the first part that gets one of the remaining units; a hash of the parameter's name
   const float* residual = nullptr;  // [count] of error feedback; null: without
@@ -25,7 +25,7 @@ struct CompressedSection {
 struct Compression {
   CodecId codec = CodecId::kInt8;
   float loss_scale = 1.0f;  // a power of two: gradients are that much larger than residuals
-  std::size_t divisor = 1;  // of the sum: how many ranks have input
+  std::size_t divisor = 1;  // of the sum: the number of ranks with input
 };
 
 }  // namespace ringdp

@@ -11,7 +11,8 @@ namespace ringdp {
 
 class Fold final : public Operation {
  public:
-  // All-reduce, or with `shape.root` reduce: there `memory` holds the result on the root and stays as it is elsewhere.
+  // All-reduce, or with `shape.root` reduce: then `memory` receives the result on the root and is not changed
+  // elsewhere.
   Fold(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;

@@ -7,12 +7,12 @@ namespace {
 
 // Part of the order of summation (docs/reference/algorithms.md): how the buffer is cut.
 constexpr std::size_t kBlockBytes = RankOrderFold::kBlockBytes;  // longest
-constexpr std::size_t kLeastBlockBytes = 16 * 1024;  // shorter only where a share for every rank asks for it
-constexpr int kLeastRounds = 4;                      // shares of each carrier: the work inside overlaps the wire
+constexpr std::size_t kLeastBlockBytes = 16 * 1024;              // shorter only so that every rank gets a share
+constexpr int kLeastRounds = 4;  // shares of each carrier: the work inside overlaps the wire
 
-// How far apart things are, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent
-// inside a host that much before they are needed between hosts, and between hosts a share waits for its next step
-// while so many others take theirs: the line is busy while a block is on its way. Between far hosts all shares take a
+// The pipeline's depth, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent inside a
+// host so many rounds before they are needed between hosts, and between hosts a share waits for its next step while so
+// many others take theirs, so that the line is busy while a block is in flight. Between far hosts all shares take a
 // step before the first of them takes the next.
 constexpr int kLead = 4;
 constexpr int kLag = 4;
@@ -73,7 +73,7 @@ Stage*& AllReducePlan::latest(int share, int number) {
   return latest_[static_cast<std::size_t>(share * hosts_.count() + number)];
 }
 
-// Blocks in the order in which the ring wants them.
+// Blocks in the order of the ring.
 void AllReducePlan::make_inside(int share) {
   const std::vector<int>& local = hosts_.local();
   int parts = static_cast<int>(local.size());
@@ -85,7 +85,7 @@ void AllReducePlan::make_inside(int share) {
       add_outgoing(carrier(hosts_.here, share), add_stage(Stage::Kind::kInput, memory));
       continue;
     }
-    // The mean of half types is taken here, so that no sum overflows on its way where the mean would not.
+    // The mean of half types is taken here, so that no partial sum overflows if the mean does not.
     int divisor = half_ ? ranks_ : 1;
     bool adds = parts > 1 || divisor > 1;
     Stage& sum = adds ? add_sum(memory, parts, hosts_.place, divisor, nullptr) : add_stage(Stage::Kind::kInput, memory);

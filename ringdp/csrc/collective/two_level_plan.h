@@ -32,7 +32,7 @@ class AllReducePlan final : public StagePlan {
   void make_ring_step(int share, Step step);
   void make_exchange_step(int share, Step step);
   void make_results(int share, Step step);
-  std::vector<int> finished_blocks(Step step) const;  // on this host, by what that step brings
+  std::vector<int> finished_blocks(Step step) const;  // on this host, by that step
 
   int carrier(int host, int share) const { return hosts_.carrier(host, share); }
   bool carries(int share) const { return share % static_cast<int>(hosts_.local().size()) == hosts_.place; }
