@@ -17,7 +17,7 @@ constexpr std::size_t kMostCauseBytes = 500;
 constexpr std::size_t kMostUnitBytes = 200;
 constexpr auto kFirstNotice = std::chrono::seconds(10);
 
-// What the group has failed by, if that is a loss.
+// The group's failure, if it is a loss.
 std::optional<Error> loss_of(const std::exception_ptr& failure) {
   if (!failure) return std::nullopt;
   try {
@@ -90,7 +90,7 @@ std::shared_ptr<ElasticGroup> ElasticGroup::make(std::shared_ptr<Runtime> runtim
                                                  const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement) {
   std::shared_ptr<ElasticGroup> made(
       new ElasticGroup(std::move(runtime), std::move(name), timeout_ms, tables, std::move(agreement)));
-  made->group_ = made->make_view(1, members);  // it knows whose view it is
+  made->group_ = made->make_view(1, members);  // after `made` exists, to which the view belongs
   made->rank_ = made->group_->view().rank;
   made->size_ = made->group_->view().size;
   return made;
@@ -209,15 +209,15 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
         change.lost_weight = change.lost_weight.value_or(0) + decision.weights[i];
     }
     change.noticed_at = noticed;
-    write_log_line(/*made=*/change.counted);  // of the change before, whose unit this one has stopped
+    write_log_line(/*made=*/change.counted);  // of the change before, if this one has stopped its unit
     install(std::move(change));
   }
-  if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // if there is something to tell, the next call does
+  if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // an unreported change is reported by the next call
   throw_if_untold();
   return Outcome::kAgain;
 }
 
-// From now on this rank starts nothing in that view and becomes done with nothing.
+// From now on this rank starts no operation in that view and completes no unit.
 MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling) {
   std::vector<std::shared_ptr<Work>> calls;
   MemberState mine;
@@ -286,7 +286,7 @@ void ElasticGroup::install(ViewChange change) {
   }
   if (installed_) installed_(now);
   before->close("left: its members have changed");
-  if (told) told(change);  // before the line is written: where it is shown may be about to change
+  if (told) told(change);  // before the log line, since it may change the log's destination
   if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
 }
 
@@ -330,7 +330,8 @@ void ElasticGroup::call_failed(uint64_t group, const Error& error) {
   if (!is_loss(error)) return;
   const auto present = this->group();
   if (present->id() == group) change(0, view_);
-  // Here the operation is unfinished, so the change has told this rank; unless it was one of an earlier view.
+  // The operation is unfinished here, so the change has reported it to this rank, unless it was one of an earlier
+  // view.
   throw changed_error();
 }
 

@@ -47,9 +47,8 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
       std::count_if(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.host_identity == here; }));
   for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
-  // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory
-  // costs next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10
-  // us).
+  // More ranks than cores: polling TCP would take the core from the rank that is waited for. Polling shared memory
+  // between two yields is cheap (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
   options.shares_cores = ranks_on_this_host_ > cores();
   bool streams = std::any_of(peers.begin(), peers.end(),
                              [](const MeshPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });
@@ -104,11 +103,11 @@ void Runtime::start_connecting(int64_t heal_ms) {
 
 Runtime::~Runtime() {
   if (fork_generation() != generation_) {
-    // The threads exist in the parent only; nothing of them may be touched here.
+    // The threads exist in the parent only: a child must not touch their state.
     [[maybe_unused]] auto* communication = communication_.release();
     [[maybe_unused]] auto* completion = completion_.release();
     [[maybe_unused]] auto* late = new std::shared_ptr<LateConnections>(late_);
-    [[maybe_unused]] auto* engine = new std::shared_ptr<Engine>(engine_);  // its mutexes may be locked for ever
+    [[maybe_unused]] auto* engine = new std::shared_ptr<Engine>(engine_);  // leaked: its mutexes may be locked for ever
     return;
   }
   shut_down();
@@ -118,7 +117,7 @@ void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
   ended_ = true;
   engine_->take_leave();
-  if (late_) late_->stop();  // until then what has broken is made again
+  if (late_) late_->stop();  // until then it replaces broken connections
   engine_->shut_down();
   engine_->completions().stop();
   engine_->notices().stop();
