@@ -12,7 +12,7 @@
 
 namespace ringdp {
 
-// Holds a NamedScope between `enter` and `exit`, which the same thread calls, and none otherwise.
+// Holds a NamedScope between `enter` and `exit`, which the same thread calls; otherwise empty.
 class PythonNamedScope {
  public:
   void enter(std::string name, bool bulk) { scope_ = std::make_unique<NamedScope>(std::move(name), bulk); }
