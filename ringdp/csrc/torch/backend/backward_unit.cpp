@@ -34,7 +34,7 @@ UnitWords words_of(const std::vector<std::shared_ptr<BackwardUnit::Step>>& steps
 
 void at_end_of_backward(std::function<void()> run) {
   torch::autograd::Engine::get_default_engine().queue_callback([run = std::move(run)] {
-    torch::PyWarningHandler warnings;  // its end throws a warning that a filter makes an error
+    torch::PyWarningHandler warnings;  // its destructor throws if a filter turns a warning into an error
     try {
       run();
     } catch (...) {
@@ -111,7 +111,7 @@ BackwardUnit::Steps BackwardUnit::take_what_has_ended() {
   return steps;
 }
 
-// An exception has ended the backward whose end they wait for: their reducers say so in the next forward.
+// An exception has ended the backward for whose end they wait: their reducers report it in the next forward.
 void BackwardUnit::forget_orphans() {
   std::erase_if(open_, [](const Open& it) { return !it.ended && it.alive.expired(); });
   std::erase_if(open_, [this](const Open& it) {
@@ -130,7 +130,7 @@ void BackwardUnit::make(const Steps& steps) {
       for (std::size_t i = 1; i < steps.size(); ++i) {
         try {
           steps[i]->stopped();
-        } catch (...) {  // the first one's is thrown
+        } catch (...) {  // the first exception is thrown
         }
       }
       steps.front()->stopped();

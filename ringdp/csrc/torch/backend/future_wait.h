@@ -11,14 +11,14 @@
 
 namespace ringdp {
 
-// `count()`: how many of the threads that Python knows run nothing of the program; null: none do. With Python's lock.
+// `count()`: how many of Python's threads do not run code of the program; null: 0. With Python's lock.
 void set_helper_threads(PyObject* count);
 
-// Counts the threads of the program (note_program_threads). Runs Python's signal handlers (on the main thread;
-// elsewhere this does nothing) and throws what they raise.
+// Counts the threads of the program (note_program_threads). On the main thread also runs Python's signal handlers, and
+// throws their exceptions.
 void check_python_signals();
 
-// How often a thread that waits for a future runs Python's signal handlers.
+// The interval at which a thread that waits for a future runs Python's signal handlers.
 inline constexpr std::chrono::milliseconds kInterruptPeriod{100};
 
 // True once the future is complete, with a value or an error; false after `limit` (zero: no limit). About ten times a

@@ -10,7 +10,7 @@
 
 namespace ringdp {
 
-// Every key has the prefix, and what torch raises arrives as an Error.
+// Every key has the prefix, and torch's exceptions become Errors.
 class StoreAdapter final : public Store {
  public:
   // Keys get `prefix` in front.
