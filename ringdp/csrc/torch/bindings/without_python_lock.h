@@ -1,4 +1,4 @@
-// WithoutPythonLock: releases the GIL while a thread waits for others that may need it. A local variable; any thread.
+// WithoutPythonLock: releases the GIL while a thread waits for threads that may need it. A local variable; any thread.
 #pragma once
 
 #include <Python.h>  // first, as Python asks
