@@ -9,12 +9,11 @@ namespace ringdp {
 // The cudaStream_t, for kernels that torch does not launch. Throws Error(kState) in a build without CUDA.
 void* native_stream(c10::Stream stream);
 
-// Whether the stream records a CUDA graph, so that nothing may wait for it or ask how far it is. Never for other
-// devices.
+// Whether the stream records a CUDA graph, so that it must not be waited for or queried. False for other devices.
 bool records_cuda_graph(c10::Stream stream);
 
-// While one lives, this thread may ask how far streams are although another thread records a CUDA graph, which by
-// default forbids it to all threads of the process. Not for the recording thread.
+// While one exists, this thread may query streams although another thread records a CUDA graph, which by default
+// forbids it to all threads of the process. Not for the recording thread.
 class BesideCudaGraphs {
  public:
   BesideCudaGraphs();
