@@ -1,7 +1,7 @@
-// BucketAnnouncer: where another backend (NCCL) reduces the buckets, each rank announces every bucket over ring
-// (torch/backend/watchdog.h), without blocking the step. So a disagreement is an error, and a lost or late rank has a
-// name. It does nothing where ring reduces the buckets itself. Owned by the BucketReducer; announces under the
-// Reducer's lock; follow and watchdog are called at the end of backward, without it. Without the GIL.
+// BucketAnnouncer: if another backend (NCCL) reduces the buckets, each rank announces every bucket over ring
+// (torch/backend/watchdog.h), without blocking the step. So a disagreement is an error, and a lost or late rank is
+// named. It does nothing if ring itself reduces the buckets. Owned by the BucketReducer; announces under the Reducer's
+// lock; follow and watchdog are called at the end of backward, without it. Without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ class BucketAnnouncer {
  public:
   explicit BucketAnnouncer(ReducerGroup& group) : group_(group) {}
 
-  // As the operation by which `strategy` reduces `buffer`, under the current name.
+  // Announces the operation by which `strategy` reduces `buffer`, under the current name.
   void announce(const Bucket& bucket, const at::Tensor& buffer, const ReductionStrategy& strategy);
   // Called when a backward has ended. Waits until the other ranks have announced the buckets that this one announced
   // before the last `kLag` backwards. Throws the error of an announcement.
@@ -44,7 +44,7 @@ class BucketAnnouncer {
 
   ReducerGroup& group_;
   std::map<c10::DeviceType, std::shared_ptr<BackendWatchdog>>
-      watchdogs_;  // asked for so far; shared with the ring; may be null
+      watchdogs_;  // made so far; shared with the ring; may be null
   std::deque<Announced> announced_;
 };
 

@@ -69,7 +69,7 @@ void GradientWeights::check_same(double weight) const {
 void GradientWeights::begin(int task, double weight, int64_t step) {
   if (!on_) return;
   accumulate(task, weight);
-  // A backward that averages on demand has a forward that did not know of it. A group may have got other ranks since.
+  // The forward of a backward that averages on demand has not exchanged weights. The group may have other ranks since.
   if (announced_ && (announced_->shares.size(0) != group_.ranks() || announced_->view != group_.view()))
     announced_.reset();
   unknown_ = group_.first_unit();

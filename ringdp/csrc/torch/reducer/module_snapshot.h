@@ -18,8 +18,8 @@ class ModuleSnapshot {
   bool differs(const pybind11::object& module) const { return walk(module, taken_.size()) != taken_; }
 
  private:
-  // Addresses of modules, of names, and of parameters' tensors. They are compared, never followed: RingDP's reducer
-  // keeps the tensors alive, so that no other one can have their addresses.
+  // Addresses of modules, names, and parameters' tensors, only for comparison: RingDP's reducer keeps the tensors
+  // alive, so that no other tensor gets their addresses.
   using Places = std::vector<const void*>;
   static Places walk(const pybind11::object& module, std::size_t expected);
 

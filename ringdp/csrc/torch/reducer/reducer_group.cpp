@@ -59,7 +59,7 @@ uint64_t ReducerGroup::bytes_sent() const {
   if (on_cpu == nullptr) return 0;
   try {
     return on_cpu->group()->engine()->traffic().sent;
-  } catch (const Error&) {  // it has no members now
+  } catch (const Error&) {  // the group has no members now
     return 0;
   }
 }

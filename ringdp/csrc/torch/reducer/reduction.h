@@ -23,7 +23,7 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
 
   const std::string& name() const { return name_; }
-  // Off: the same buckets are reduced exactly. Set between steps, on all ranks alike.
+  // Disabled: the same buckets are reduced exactly. Set between steps, on all ranks alike.
   bool enabled() const { return enabled_; }
   void set_enabled(bool enabled) { enabled_ = enabled; }
 
@@ -66,12 +66,12 @@ class HookReduction : public Reduction {
   using Reduction::Reduction;
 
   virtual c10d::CommHookInterface& hook() = 0;
-  // Whether all results of this backward were finite, the same on all ranks; nullopt if the reduction does not know.
+  // Whether all results of this backward were finite, the same on all ranks; nullopt if the reduction does not check.
   virtual std::optional<bool> finite() = 0;
-  // A backward has ended. The states that the reduction has kept count only if all results were finite, and not for the
-  // parameters that no rank used.
+  // A backward has ended. The reduction's new states count only if all results were finite, and not for parameters
+  // that no rank used.
   virtual void commit(bool finite, const std::vector<std::string>& unused) = 0;
-  // How many ranks have input, where some have run out of it (torch's Join); 0: all of them.
+  // The number of ranks with input (torch's Join); 0: all of them.
   virtual void set_divisor(int64_t divisor) = 0;
 };
 

@@ -18,9 +18,9 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kFirstSteps = 10;  // after so many the ranks hear of each other first
+constexpr std::size_t kFirstSteps = 10;  // the first exchange is after so many steps
 
-// Of a bucket that are hashed.
+// Bytes of a bucket that are hashed.
 constexpr std::size_t kPieces = 8;
 constexpr std::size_t kPieceBytes = 128;
 
@@ -79,7 +79,7 @@ void StepReport::finished(bool joining) {
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
   if (joining || !told()) return;
   follow_members();
-  // Of a view all members count the same steps: not the one that counts with the part of members that were lost in it.
+  // Within a view all members count the same steps: not one that counts with the parts of members lost in it.
   if (layout_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
@@ -100,7 +100,7 @@ void StepReport::follow_members() {
   issued_before_ns_ = ended_before_ns_ = 0;
 }
 
-// Of backends whose buckets are over when the host says so.
+// For backends whose buckets end on the host.
 bool StepReport::told() const {
   if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
   return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
@@ -124,7 +124,7 @@ std::optional<std::vector<StepReport::Bytes>> StepReport::take() {
 void StepReport::hear() {
   if (!exchange_.work || !exchange_.work->isCompleted()) return;
   const Exchange ended = std::exchange(exchange_, {});
-  if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket says so
+  if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket throws
   ended.work->wait();
   issued_before_ns_ = ended.issued_ns;
   ended_before_ns_ = ended.ended_ns->load();
