@@ -113,11 +113,11 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "ringdp's core without torch, for tests and benchmarks";
   register_error_translator();
 
-  py::class_<Store, std::shared_ptr<Store>>(module, "Store", "Where ranks meet.");
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store", "The key-value service of a rendezvous.");
   py::class_<CallbackStore, Store, std::shared_ptr<CallbackStore>>(module, "CallbackStore", "A store kept in Python.")
       .def(py::init<py::function, py::function>(), py::arg("set"), py::arg("find"));
   py::class_<MemoryStore, Store, std::shared_ptr<MemoryStore>>(module, "MemoryStore",
-                                                               "Where ranks that are threads meet.")
+                                                               "A store for ranks that are threads.")
       .def(py::init<>())
       .def("set", &MemoryStore::set, py::arg("key"), py::arg("value"), NoGil())
       .def(

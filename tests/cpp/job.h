@@ -1,4 +1,5 @@
-// A job whose ranks are threads of this process: one Runtime and one group of everybody per rank, real sockets between.
+// A job whose ranks are threads of this process: one Runtime and one group of all ranks per rank, real sockets
+// between.
 #pragma once
 
 #include <cstring>

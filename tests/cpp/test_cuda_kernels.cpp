@@ -229,7 +229,7 @@ CASE("the flag says what inspect says") {
   });
 }
 
-// What no encoder writes: which NaN it becomes is nobody's promise.
+// A code that no encoder writes: its NaN is not specified.
 CASE("any bytes decode as in the reference") {
   std::mt19937 random(4);
   for_every_codec([&](CodecId id, const Codec& codec) {

@@ -1,6 +1,6 @@
 // Jobs whose connections are ended from outside, again and again, whichever it hits: several links at once, pairs with
-// several connections, new ones that are just being made; with strangers at the door. Results keep their bits, nothing
-// is left over.
+// several connections, new ones that are just being made; while unauthenticated processes connect. Results keep their
+// bits, nothing is left over.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -154,8 +154,7 @@ void survive(int world, int streams, bool checksums, int rounds, int every_ms,
 
 void cut(std::mt19937& random) { end_some_connection(random); }
 
-// Whoever listens in this process is called by somebody who knows the job's secret, or not, and says one of these
-// things.
+// Connects to the listeners of this process, with the job's secret or without, and sends one of these messages.
 void call_everybody(std::mt19937& random, std::vector<Fd>& slow) {
   for (const SocketAddress& address : listening_addresses()) {
     int error_number = 0;

@@ -1,5 +1,5 @@
-// Connections that are made when they are needed, with ranks as threads: which pairs begin, that the rest come whoever
-// wants them first, and that ranks may leave in the middle of it.
+// Connections that are made when they are needed, with ranks as threads: which pairs connect at the start, that either
+// side may ask first for the others, and that ranks may leave meanwhile.
 
 #include <atomic>
 #include <chrono>

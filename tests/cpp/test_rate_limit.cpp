@@ -1,4 +1,4 @@
-// The rate limit: its books in made-up time, and jobs whose ranks keep to it, sleep meanwhile and still hear of each
+// The rate limit: its books in made-up time, and jobs whose ranks keep it, sleep meanwhile and still notice each
 // other.
 #include <ctime>
 

@@ -33,7 +33,7 @@ struct Size {
 };
 
 struct Rules {
-  bool hold_forgets = false;         // a side that has stopped sending goes on forgetting
+  bool hold_forgets = false;         // a side that has stopped sending still drops frames
   bool settles_early = false;        // the dialler reads the old connection before the other side has stopped sending
   bool forgets_unheard = false;      // on a connection from which nothing has come yet
   bool takes_late_confirms = false;  // attempts before the last one go on, and may come about
@@ -76,7 +76,7 @@ class Model {
  public:
   explicit Model(Rules rules, Size size = {}) : rules_(rules), size_(size) {}
 
-  // Explores all; returns what is violated first, or nothing.
+  // Explores all; returns the first violation, or an empty text.
   std::string explore() {
     add(start(), -1);
     for (std::size_t i = 0; i < states_.size() && problem_.empty(); ++i) {
@@ -105,7 +105,7 @@ class Model {
   }
 
  private:
-  // On a random way what harms comes now and then only: otherwise nothing would come about.
+  // On random walks harmful events are rare: otherwise no connection would be established.
   bool may() { return !walks_ || random_() % 8 == 0; }
   static State start() {
     State out;

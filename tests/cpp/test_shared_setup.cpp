@@ -195,7 +195,7 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
   auto open = doors();
   REQUIRE(open.size() == 1);
   std::vector<Fd> strangers;
-  for (int i = 0; i < 100; ++i) strangers.push_back(visit(*open.begin()));  // and say nothing
+  for (int i = 0; i < 100; ++i) strangers.push_back(visit(*open.begin()));  // and send no bytes
   maker.step(0);
   CHECK(maker.turned_away() == 0 && doors() == open);
   SharedMessage guess;
@@ -286,7 +286,7 @@ CASE("more descriptors than one with a message are closed") {
     CHECK(static_cast<bool>(reader.take_descriptor()));
   }
   char byte = 0;
-  CHECK_EQ(read(reading.get(), &byte, 1), 0);  // nobody else has the writing end
+  CHECK_EQ(read(reading.get(), &byte, 1), 0);  // no other process has the writing end
 }
 
 CASE("whichever connections end, and whenever: others take their place, and all agree") {
@@ -305,7 +305,7 @@ CASE("whichever connections end, and whenever: others take their place, and all 
         plan.round_trip_us = rank == 1 ? 64 : 0;
         ranks.push_back(std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan)));
       }
-      // As the ranks' connectors do: who has got as far says so, everybody else gets another connection.
+      // As the ranks' connectors do: a rank that is ready says so, all others get another connection.
       const auto mend = [&](int rank, int peer) {
         if (ranks[peer]->complete()) return ranks[rank]->note_met(peer, ranks[peer]->round_trip_us());
         int ends[2];

@@ -57,7 +57,7 @@ void map_addresses(uint64_t* words, std::size_t count);
 // Runs body once for each thread of each block. Throws std::logic_error where threads wait for others in vain.
 void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body);
 
-// What a thread can meet others for; those that meet must mean the same.
+// The operations at which threads synchronise; all threads of one must have called the same.
 enum class RendezvousRun { kShuffle, kBallot, kBlock };
 
 // Waits for all lanes of the warp; what each of them brought.
