@@ -51,7 +51,7 @@ class ArrivalTracker {
   bool knows_graph() const { return learned_; }
   // Whether this backward counts a static graph's gradients: then no bucket is launched before its end.
   bool learning() const { return static_graph_ && !learned_; }
-  std::vector<std::size_t> unexpected() const;  // parameters with a gradient that the static graph does not have
+  std::vector<std::size_t> unexpected() const;  // parameters without gradient in the static graph
   std::size_t size() const { return states_.size(); }
   std::size_t sent() const { return next_bucket_; }
   std::size_t sending() const { return sending_; }
