@@ -169,7 +169,7 @@ class Explorer {
       units(at, world, place);
       losses(at, world, place);
       if (now.asking == Site::Asking::kAnswered)
-        step(at, world, place, "gets the store's answer", [&](Site& it) { hear(it, place); });
+        step(at, world, place, "gets the store's answer", [&](Site& it) { receive(it, place); });
       else if (!now.turn && now.progress.view() < limits_.views && must_change(world, place))
         step(at, world, place, "says where it stands", [&](Site& it) { begin_turn(it, place); });
     }
@@ -248,7 +248,7 @@ class Explorer {
     it.asking = Site::Asking::kSent;
   }
 
-  void hear(Site& it, int place) {
+  void receive(Site& it, int place) {
     it.turn->answer(it.answer);
     it.answer.reset();
     it.asking = Site::Asking::kSent;

@@ -134,7 +134,7 @@ void call_a_rank(Random& random) {
   std::vector<TcpListener> listeners;
   listeners.push_back(listen_here());
   SocketAddress address = listeners.front().address();
-  connector.door().listen_on(std::move(listeners));
+  connector.listener().listen_on(std::move(listeners));
   std::array<bool, kWorld> honest_ever{};
   for (uint64_t calls = 1 + random.below(3); calls > 0; --calls) {
     int error_number = 0;

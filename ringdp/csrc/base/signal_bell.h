@@ -21,7 +21,7 @@ class SignalBell {
   // Returns after each `ring` or signal. True: it was a signal.
   bool wait();
   // False: the script has a handler of its own for SIGUSR1.
-  static bool hears_user_signal();
+  static bool handles_user_signal();
 
  private:
   // in a table of fixed size, which handlers may read at any time; -1: the table is full, and `wait` polls

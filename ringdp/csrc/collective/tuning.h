@@ -20,6 +20,6 @@ TuningLimits limits_of(const AlgorithmTables& tables);
 std::string tables_text(const AlgorithmTables& tables);
 
 // One line for the log: the algorithms of an all-reduce of these ranks, and the source of the table.
-std::string all_reduce_in_words(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source);
+std::string describe_all_reduce(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source);
 
 }  // namespace ringdp

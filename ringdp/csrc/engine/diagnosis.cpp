@@ -123,9 +123,9 @@ struct Diagnosis::State {
         write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
                              ",\"pid\":" + std::to_string(self.pid) + ",\"host\":" + json_text(self.host) + "}\n");
     if (error != 0) return complain(file, error);
-    if (!SignalBell::hears_user_signal())
+    if (!SignalBell::handles_user_signal())
       notices.post(LogLevel::kInfo,
-                   "SIGUSR1 has a handler of the script, which ringdp keeps: for a dump use python -m ringdp dump PID");
+                   "SIGUSR1 has a handler of the script's, which ringdp keeps: for a dump use python -m ringdp dump PID");
   }
 };
 

@@ -107,9 +107,9 @@ std::shared_ptr<GroupHandle> ElasticGroup::group() const {
   return group_;
 }
 
-void ElasticGroup::on_change(Told told) {
+void ElasticGroup::on_change(OnChange listener) {
   std::lock_guard lock(mutex_);
-  told_ = std::move(told);
+  on_change_ = std::move(listener);
 }
 
 void ElasticGroup::on_install(std::function<void(const std::shared_ptr<GroupHandle>&)> installed) {
@@ -130,16 +130,16 @@ void ElasticGroup::close(const std::string& how) {
 
 // ---- Units.
 
-uint64_t ElasticGroup::begin_unit(UnitWords words) {
+uint64_t ElasticGroup::begin_unit(UnitDescription unit) {
   throw_if_untold();
   std::lock_guard lock(mutex_);
-  if (words.also_lost.empty()) words.also_lost = std::move(unit_.also_lost);
-  unit_ = std::move(words);
+  if (unit.also_lost.empty()) unit.also_lost = std::move(unit_.also_lost);
+  unit_ = std::move(unit);
   weights_.clear();
   return left_ + 1;
 }
 
-void ElasticGroup::know_weights(std::vector<double> weights) {
+void ElasticGroup::set_weights(std::vector<double> weights) {
   std::lock_guard lock(mutex_);
   if (weights.size() == static_cast<std::size_t>(size_)) weights_ = std::move(weights);
 }
@@ -265,14 +265,14 @@ void ElasticGroup::install(ViewChange change) {
   }
   const auto now = make_view(change.view, decision.members);
   if (before->adds_in_rank_order()) now->add_in_rank_order();
-  Told told;
+  OnChange listener;
   {
     std::lock_guard lock(mutex_);
     group_ = now;
     group_->set_timeout_ms(timeout_ms_);
     progress_.install(change.view, decision.committed);
     left_ = base_ = decision.committed;
-    untold_ = untold_ || decision.replay;
+    unreported_ = unreported_ || decision.replay;
     called_ = 0;
     calls_.clear();
     weights_.clear();
@@ -282,11 +282,11 @@ void ElasticGroup::install(ViewChange change) {
     rank_ = now->view().rank;
     size_ = now->view().size;
     view_ = change.view;
-    told = told_;
+    listener = on_change_;
   }
   if (installed_) installed_(now);
   before->close("left: its members have changed");
-  if (told) told(change);  // before the log line, since it may change the log's destination
+  if (listener) listener(change);  // before the log line, since it may change the log's destination
   if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
 }
 
@@ -338,7 +338,7 @@ void ElasticGroup::call_failed(uint64_t group, const Error& error) {
 void ElasticGroup::throw_if_untold() {
   {
     std::lock_guard lock(mutex_);
-    if (!std::exchange(untold_, false)) return;
+    if (!std::exchange(unreported_, false)) return;
   }
   throw changed_error();
 }

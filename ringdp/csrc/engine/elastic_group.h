@@ -39,7 +39,7 @@ class UnitScope {
 };
 
 // A unit, for the log.
-struct UnitWords {
+struct UnitDescription {
   std::string what;            // "step 917"
   bool batches = false;        // each rank has a batch in it
   std::string also_lost = "";  // text: what is lost with members from now on; empty: unchanged
@@ -69,14 +69,14 @@ struct ViewChange {
 
 class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
  public:
-  using Told = std::function<void(const ViewChange&)>;  // called on the thread of `change`; may block
+  using OnChange = std::function<void(const ViewChange&)>;  // called on the thread of `change`; may block
 
   static std::shared_ptr<ElasticGroup> make(std::shared_ptr<Runtime> runtime, std::string name,
                                             const std::vector<int>& members, int64_t timeout_ms,
                                             const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement);
 
   std::shared_ptr<GroupHandle> group() const;  // the present view
-  void on_change(Told told);
+  void on_change(OnChange listener);
   // Calls `installed` with each new view, before any operation in it. Returns when no call of the old one is
   // running.
   void on_install(std::function<void(const std::shared_ptr<GroupHandle>&)> installed);
@@ -91,9 +91,9 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
   // Begins the next unit. Throws the error of a change that was not reported to this rank yet.
-  uint64_t begin_unit(UnitWords words);
+  uint64_t begin_unit(UnitDescription unit);
   // The weights of the ranks' batches in the unit in progress, by rank in the present view. For the log.
-  void know_weights(std::vector<double> weights);
+  void set_weights(std::vector<double> weights);
   // Returns when all members have done the unit. Throws Error(kPeerLost) if the view is frozen, or a loss, for which
   // to call `change`.
   void commit(uint64_t unit);
@@ -130,17 +130,17 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   std::mutex change_mutex_;                     // one change at a time; locked before mutex_
   mutable std::mutex mutex_;                    // guards the members below
   std::shared_ptr<GroupHandle> group_;
-  Told told_;
+  OnChange on_change_;
   std::function<void(const std::shared_ptr<GroupHandle>&)> installed_;  // under change_mutex_
   int64_t timeout_ms_;
   UnitProgress progress_;
-  bool untold_ = false;  // last_ was not reported by an exception yet
+  bool unreported_ = false;  // last_ was not reported by an exception yet
   uint64_t called_ = 0;
   std::vector<std::shared_ptr<Work>> calls_;  // operations outside units that may be unfinished
   ViewChange last_;
   bool unlogged_ = false;  // last_ was not logged yet
-  UnitWords unit_;
-  std::vector<double> weights_;    // see know_weights; empty: unknown
+  UnitDescription unit_;
+  std::vector<double> weights_;    // see set_weights; empty: unknown
   std::atomic<uint64_t> left_{0};  // as in progress_
   std::atomic<uint64_t> base_{0};  // left_ when the view began
   std::atomic<uint64_t> view_{1};

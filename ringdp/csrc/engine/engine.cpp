@@ -75,7 +75,7 @@ LinkEvents Engine::link_events() {
   events.asked = [this](int from, uint64_t group, uint64_t sequence, bool with_stacks) {
     stalls_.on_asked(from, group, sequence, with_stacks);
   };
-  events.told_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
+  events.on_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
     stalls_.on_stacks(from, group, sequence, stacks);
   };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, const PeerState& state) {

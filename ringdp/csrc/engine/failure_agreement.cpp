@@ -196,7 +196,7 @@ void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
   int listening = 0;
   for (int member : group->view.members)
     if (Link* link = links_[member]; link != nullptr && link->usable() && link->connected()) ++listening;
-  bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
+  bool both_know = group->view.size == 2 && (failure.received || failure.notice.kind == ErrorKind::kMismatch);
   if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
   const int64_t listen_ms = failure.notice.unexplained ? std::max(kListenForReasonMs, listen_ms_) : listen_ms_;
   make_pending(group, std::move(failure), listen_ms, std::nullopt);
@@ -259,11 +259,11 @@ void FailureAgreement::notify_members(const GroupState& group, const AbortNotice
 
 void FailureAgreement::fail(GroupState& group, const Error& error) { fail(group, error, notice_of(error)); }
 
-void FailureAgreement::fail(GroupState& group, const Error& error, const AbortNotice& told) {
+void FailureAgreement::fail(GroupState& group, const Error& error, const AbortNotice& notice) {
   role_.assert_held();
   if (groups_.failure_of(group)) return;
-  notify_members(group, told);
-  fail_quietly(group, error, told);
+  notify_members(group, notice);
+  fail_quietly(group, error, notice);
 }
 
 void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error& error) {
@@ -357,8 +357,8 @@ Error FailureAgreement::explain_departure(const GroupState& group, int peer) con
     if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
     const bool own = loss->kind() == ErrorKind::kSystem;  // this rank cannot make connections any more
     // there was no connection
-    const bool told = own || (loss->kind() == ErrorKind::kHandshake && links_[peer]->broken());
-    return told ? *loss : explain_loss(group, peer, *loss);
+    const bool explained = own || (loss->kind() == ErrorKind::kHandshake && links_[peer]->broken());
+    return explained ? *loss : explain_loss(group, peer, *loss);
   }
   return explain_loss(group, peer, Error(ErrorKind::kPeerLost, departure_text(farewells_[peer])));
 }

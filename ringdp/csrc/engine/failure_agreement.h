@@ -72,9 +72,9 @@ class FailureAgreement {
   struct Failure {
     uint64_t group;
     Error error;
-    AbortNotice notice;  // for the other members
-    bool told = false;   // received from one of them
-    bool own = false;    // of a system error
+    AbortNotice notice;     // for the other members
+    bool received = false;  // received from one of them
+    bool own = false;       // of a system error
   };
   struct Pending {
     GroupPtr group;
@@ -87,8 +87,8 @@ class FailureAgreement {
   void make_pending(const GroupPtr& group, Failure failure, int64_t ms, std::optional<Disagreement> unnamed)
       RINGDP_REQUIRES(role_);
   void defer(const GroupPtr& group, Failure failure) RINGDP_REQUIRES(role_);
-  // with `error` here, with `told` elsewhere
-  void fail(GroupState& group, const Error& error, const AbortNotice& told);
+  // with `error` here, with `notice` elsewhere
+  void fail(GroupState& group, const Error& error, const AbortNotice& notice);
   Failure own_failure(const GroupState& group, const Error& error) const;
   Error lost_here(const GroupState& group, const std::string& reason) const;  // for the others: this rank's loss
   void end_own(GroupState& group, const Failure& failure);

@@ -12,7 +12,7 @@
 
 #include "collective/algorithm_table.h"
 #include "engine/engine.h"
-#include "mesh/late_connections.h"
+#include "mesh/connection_thread.h"
 #include "mesh/rendezvous.h"
 
 namespace ringdp {
@@ -46,8 +46,8 @@ class Runtime {
  private:
   void start_connecting(int64_t heal_ms);
 
-  std::shared_ptr<Engine> engine_;         // also held by the threads and by works still waited for
-  std::shared_ptr<LateConnections> late_;  // null if no connection is missing and none can break
+  std::shared_ptr<Engine> engine_;                // also held by the threads and by works still waited for
+  std::shared_ptr<ConnectionThread> connecting_;  // null if no connection is missing and none can break
   std::unique_ptr<std::thread> communication_;
   std::unique_ptr<std::thread> completion_;
   const unsigned generation_ = fork_generation();

@@ -197,17 +197,17 @@ void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, c
 
 void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks) {
   role_.assert_held();
-  questions_.push_back({peer, group, sequence});
-  if (with_stacks) answer_with_stacks(questions_.back());
+  pings_.push_back({peer, group, sequence});
+  if (with_stacks) answer_with_stacks(pings_.back());
 }
 
 // On the diagnosis's thread, since Python may be stuck and the driver must not wait. The driver sends the answer in
 // its next round.
-void StallMonitor::answer_with_stacks(const Question& question) {
-  diagnosis_.run([this, question] {
+void StallMonitor::answer_with_stacks(const Ping& ping) {
+  diagnosis_.run([this, ping] {
     std::string stacks = process_stacks();
     MutexLock lock(role_.mutex());
-    stacks_.emplace_back(question, std::move(stacks));
+    stacks_.emplace_back(ping, std::move(stacks));
     stacks_there_.store(true, std::memory_order_relaxed);
   });
 }
@@ -215,15 +215,15 @@ void StallMonitor::answer_with_stacks(const Question& question) {
 void StallMonitor::answer() {
   role_.assert_held();
   if (stacks_there_.load(std::memory_order_relaxed)) send_stacks();
-  if (questions_.empty()) return;
-  std::vector<Question> asked;
-  asked.swap(questions_);
-  for (const Question& it : asked)
+  if (pings_.empty()) return;
+  std::vector<Ping> asked;
+  asked.swap(pings_);
+  for (const Ping& it : asked)
     links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.peer, it.group, it.sequence).encode());
 }
 
 void StallMonitor::send_stacks() {
-  std::vector<std::pair<Question, std::string>> found;
+  std::vector<std::pair<Ping, std::string>> found;
   {
     MutexLock lock(role_.mutex());
     found.swap(stacks_);

@@ -46,13 +46,13 @@ class StallMonitor {
   Error explain_timeout(const InFlight& in_flight) const;
 
  private:
-  struct Question {
+  struct Ping {
     int peer;
     uint64_t group;
     uint64_t sequence;
   };
 
-  void answer_with_stacks(const Question& question);
+  void answer_with_stacks(const Ping& ping);
   void send_stacks();
   void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
@@ -78,10 +78,10 @@ class StallMonitor {
   Diagnosis& diagnosis_;
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
-  std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  std::vector<Ping> pings_ RINGDP_GUARDED_BY(role_);
   std::vector<std::pair<uint64_t, Error>> deadlocks_ RINGDP_GUARDED_BY(role_);
   std::atomic<bool> stacks_there_{false};
-  std::vector<std::pair<Question, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
+  std::vector<std::pair<Ping, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
   Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -1,7 +1,7 @@
 // Connector: turns the peers' addresses into one authenticated connection per wanted peer, or several where the pair
-// is far apart. Its Dialler begins those with lower ranks, its Acceptor takes those of higher ones, and
-// MadeConnections keeps the established ones until they are taken. The Connector polls for all of them, and reports a
-// peer that cannot be connected. Owned by a RendezvousRun, later by LateConnections, and used by its owner's thread.
+// is far apart. Its Dialing begins those with lower ranks, its Accepting takes those of higher ones, and
+// Established keeps the established ones until they are taken. The Connector polls for all of them, and reports a
+// peer that cannot be connected. Owned by a RendezvousRun, later by ConnectionThread, and used by its owner's thread.
 #pragma once
 
 #include <poll.h>
@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "mesh/acceptor.h"
-#include "mesh/dialler.h"
-#include "mesh/door.h"
+#include "mesh/accepting.h"
+#include "mesh/dialing.h"
+#include "mesh/established.h"
 #include "mesh/extra_streams.h"
 #include "mesh/handshake.h"
-#include "mesh/made_connections.h"
+#include "mesh/listener.h"
 #include "mesh/route.h"
 #include "mesh/shared_message.h"
 #include "transport/congestion.h"
@@ -34,7 +34,7 @@ class Connector {
   Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
             int streams = 1, std::string congestion = std::string(kSystemCongestion));
 
-  Door& door() { return acceptor_.door(); }
+  Listener& listener() { return accepting_.listener(); }
 
   // The addresses of a peer: dialled if it is a lower rank. A higher rank dials this one; with `probe` a late one is
   // asked to, which also shows whether it still listens. `one`: they will share memory, so one connection is enough.
@@ -48,19 +48,19 @@ class Connector {
   // All ranks are connected; from now on the replies of this rank say so, for a peer that does not know it yet.
   void note_met(int64_t round_trip_us);
   uint8_t met(int peer) const {
-    return std::max(dialler_.met(peer), acceptor_.met(peer));
+    return std::max(dialing_.met(peer), accepting_.met(peer));
   }  // of that peer's last message, see HandshakeFields
-  bool checking(int peer) const { return dialler_.checks(peer); }
+  bool checking(int peer) const { return dialing_.checks(peer); }
 
   // Waits at most `wait_ms` for its sockets or the descriptors of `also`, and handles its own.
   void step(int wait_ms, std::span<const pollfd> also = {});
   bool complete() const;  // all that are wanted are connected
-  bool connected(int peer) const { return made_.complete(peer); }
+  bool connected(int peer) const { return established_.complete(peer); }
   bool busy() const;  // an attempt is in progress whose next step is a time-out
 
   // A peer that cannot be connected any more, and the reason in a text that is true on every rank; nullopt if all may
   // still be.
-  struct Trouble {
+  struct Failure {
     int peer = -1;
     bool lost = false;     // it has left, or its process has ended; otherwise it may live, but not be reached
     bool refused = false;  // its addresses refuse connections
@@ -69,14 +69,14 @@ class Connector {
     std::vector<int> also = {};            // if `large`: other peers with the same symptom
     std::optional<GivenUp> given_up = {};  // if `lost`: the reason that it sent before it left
   };
-  std::optional<Trouble> trouble() const;
+  std::optional<Failure> failure() const;
   std::string problem(int peer) const;  // the last problem with a peer that is not connected; may be empty
 
   std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // peers whose connections ended since
-  using Connected = MadeConnections::Connected;
-  std::vector<Connected> take() { return made_.take(); }  // that were not taken before
-  using Resumption = Acceptor::Resumption;
-  std::vector<Resumption> take_resumptions() { return acceptor_.take_resumptions(); }
+  using Connected = Established::Connected;
+  std::vector<Connected> take() { return established_.take(); }  // that were not taken before
+  using Resumption = Accepting::Resumption;
+  std::vector<Resumption> take_resumptions() { return accepting_.take_resumptions(); }
   // For the Redialler, which answers them. `addresses`: by peer; first the one by which this rank has connected to it.
   struct Knowledge {
     HandshakeFields mine;
@@ -86,17 +86,19 @@ class Connector {
   };
   Knowledge knowledge() const;
 
-  void tell(const GivenUp& why) { made_.tell(why); }  // sends it to connected peers whose connections were not taken
+  void notify(const GivenUp& why) {
+    established_.notify(why);
+  }  // sends it to connected peers whose connections were not taken
 
  private:
-  bool awaits(int peer) const { return dialler_.aims_at(peer) && !made_.joined(peer); }
+  bool awaits(int peer) const { return dialing_.aims_at(peer) && !established_.joined(peer); }
   const std::string& large(int peer) const;  // the connection on which large packets from it did not arrive
-  Trouble large_trouble(int peer) const;
+  Failure large_packets_failure(int peer) const;
 
   HandshakeSelf self_;
-  Acceptor acceptor_;
-  Dialler dialler_;
-  MadeConnections made_;
+  Accepting accepting_;
+  Dialing dialing_;
+  Established established_;
   std::vector<int> ended_;
 };
 

@@ -1,7 +1,7 @@
 // ExtraStreams: the connections that a pair of ranks needs beside its first one (transport/striped.h), and those of
 // them that are made. The rank that dials decides how many, by the round trips of the first connection, and sends the
 // number in its confirm; it dials the others at the address of the first one. Bookkeeping only, time comes in from
-// outside. Owned by MadeConnections or a Redialler, used by its thread.
+// outside. Owned by Established or a Redialler, used by its thread.
 #pragma once
 
 #include <optional>

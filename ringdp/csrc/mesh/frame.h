@@ -36,7 +36,7 @@ int32_t foreign_backend_number(std::string_view name);  // 0 for one without a n
 inline constexpr uint64_t kWithStacks = 1;
 
 // The offset of a credit that answers a goodbye: its sender has read everything, and reads nothing more.
-inline constexpr uint64_t kByeHeard = 1;
+inline constexpr uint64_t kByeRead = 1;
 
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow

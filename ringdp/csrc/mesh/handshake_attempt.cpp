@@ -150,7 +150,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
              reply->to != self.mine.to) {
     fail("it answered as another rank", false, true);
   } else {
-    socket_.heard();
+    socket_.add_to_transcript();
     facts_.met = reply->met;
     return await_padding(self, reply->padding);
   }
@@ -172,7 +172,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_hello(const HandshakeSelf& self) {
     fail("no hello");
     return Event::kNone;
   }
-  socket_.heard();
+  socket_.add_to_transcript();
   facts_.hello = *hello;
   return Event::kHello;
 }

@@ -1,6 +1,6 @@
 // HandshakeAttempt: one connection's steps of authentication, on either side (handshake.h). It sends, reads and
 // checks; decisions that depend on other connections are its owner's, by an Event. Nothing blocks. Owns the socket
-// until it is taken. Owned by a Dialler or an Acceptor, and used by its thread.
+// until it is taken. Owned by a Dialing or an Accepting, and used by its thread.
 #pragma once
 
 #include <poll.h>

@@ -37,7 +37,7 @@ std::optional<HandshakeFields> HandshakeSocket::decode(std::span<const std::byte
   return decode_handshake(buffer_, secret, transcript_);
 }
 
-void HandshakeSocket::heard() { transcript_.insert(transcript_.end(), buffer_.begin(), buffer_.end()); }
+void HandshakeSocket::add_to_transcript() { transcript_.insert(transcript_.end(), buffer_.begin(), buffer_.end()); }
 
 bool HandshakeSocket::announced(std::size_t bytes) {
   if (bytes > kMaxPaddingBytes) return false;

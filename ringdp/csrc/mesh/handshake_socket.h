@@ -28,9 +28,10 @@ class HandshakeSocket {
   Read read_padding();
   bool begun() const { return filled_ > 0; }  // a message has come in part
 
-  // The message that was read; nullopt: its MAC is wrong. After `heard` the MACs of later messages cover it.
+  // The message that was read; nullopt: its MAC is wrong. After `add_to_transcript` the MACs of later messages cover
+  // it.
   std::optional<HandshakeFields> decode(std::span<const std::byte> secret) const;
-  void heard();
+  void add_to_transcript();
 
   bool announced(std::size_t bytes);  // of padding that comes next; false: more than there may be
   std::size_t padding() const { return padding_; }

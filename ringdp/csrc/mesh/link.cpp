@@ -7,7 +7,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kLastWordsBytes = 1024 * 1024;  // read at a time
+constexpr std::size_t kLastFramesBytes = 1024 * 1024;  // read at a time
 
 }  // namespace
 
@@ -77,7 +77,7 @@ void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answe
 // be read.
 void Link::on_send_failed(int error_number) {
   if (!direct()) repair_.drain();
-  while (!departed() && receiver_.pump(kLastWordsBytes)) {
+  while (!departed() && receiver_.pump(kLastFramesBytes)) {
   }
   if (departed()) return;
   try {

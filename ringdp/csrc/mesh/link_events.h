@@ -24,7 +24,7 @@ struct LinkEvents {
   std::function<void(int peer, const std::string& reason)> departed;  // the peer said goodbye
   std::function<void(int peer, uint64_t group, uint64_t sequence, bool with_stacks)> asked;
   std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
-  std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> told_stacks = {};
+  std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> on_stacks = {};
   std::function<StartedOperation(uint64_t group, uint64_t sequence)> started;
   std::function<void(int peer)> wanted = {};  // the link needs a connection
 };

@@ -230,7 +230,7 @@ void LinkReceiver::finish_payload() {
     connection_.fail_damaged("the " + std::to_string(header.length) +
                              " bytes of a frame from it are not as they were sent (CRC32C)");
   ++frames_;
-  sender_.heard();
+  sender_.note_received();
   current_.reset();
   std::span<std::byte> filled = std::exchange(target_, {});
   target_filled_ = 0;
@@ -255,7 +255,7 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
     case FrameType::kData:
       break;
     case FrameType::kCredit:
-      if (header.offset == kByeHeard && sender_.said_bye()) connection_.depart();
+      if (header.offset == kByeRead && sender_.said_bye()) connection_.depart();
       break;
     case FrameType::kGrant:
       flows_.on_grant(header);
@@ -277,8 +277,8 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
     case FrameType::kPong:
       if (header.offset != kWithStacks)
         events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
-      else if (events_.told_stacks)
-        events_.told_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
+      else if (events_.on_stacks)
+        events_.on_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
       break;
   }
 }

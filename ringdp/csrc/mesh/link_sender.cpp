@@ -40,7 +40,7 @@ void LinkSender::interrupted() {
 bool LinkSender::resumed(uint64_t taken) {
   if (!kept_->rewind(taken)) return false;
   stream_sent_ = 0;
-  heard_ = false;
+  received_ = false;
   unsent_is_limited_ = false;
   window_.bulk_rate() = BulkRate();
   control(FrameHeader::of(FrameType::kCredit, 0, 0));  // it shows the peer that this rank reads, as a goodbye does
@@ -51,7 +51,7 @@ bool LinkSender::resumed(uint64_t taken) {
 void LinkSender::look_what_arrived() {
   // Otherwise the peer reports what it has received, or may close this channel before it has read from it. The goodbye
   // is the last frame: bytes that the peer has not read may be lost, and this rank has left by then.
-  if (!connection_.connected() || connection_.healing() || !heard_ || said_bye_) return;
+  if (!connection_.connected() || connection_.healing() || !received_ || said_bye_) return;
   const uint64_t lost = connection_.channel().undelivered();
   kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
 }
@@ -124,7 +124,7 @@ void LinkSender::say_bye(const std::string& reason) {
 void LinkSender::answer_bye() {
   if (!connection_.connected() || connection_.direct() || connection_.healing()) return;
   if (said_bye_ || frame_under_way() || (kept_ && kept_->rewound())) return;
-  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeHeard);
+  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeRead);
   header.credit = consumed_;
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head;
   check_.write_head(header, {}, head.data());

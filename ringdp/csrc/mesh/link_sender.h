@@ -46,7 +46,7 @@ class LinkSender {
   void interrupted();  // the channel was destroyed; its frames are kept
   // A new channel, to a peer that has received so many frames: the rest is sent again. False: they were dropped here.
   bool resumed(uint64_t taken);
-  void heard() { heard_ = true; }  // a frame has come on this channel: the peer reads it
+  void note_received() { received_ = true; }  // a frame has come on this channel: the peer reads it
 
   void attach(SendFlow& flow);
   // The flow's operation has ended or failed: its memory is no longer read; a frame half sent is finished from a copy.
@@ -88,7 +88,7 @@ class LinkSender {
   const bool heals_;
   std::optional<ResendQueue> kept_;
   uint64_t stream_sent_ = 0;  // bytes, on this channel
-  bool heard_ = true;
+  bool received_ = true;
   bool wished_ = false;
   std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the next connection
   bool said_bye_ = false;

@@ -58,7 +58,7 @@ void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {
   cut_ = false;
   const bool lower = terms_.self < terms_.peer;
   if (lower && stage_ == Stage::kAwaitAnswer) say(offer_);
-  if (negotiates_ && settled() && !memory_) say({.type = SharedType::kRefused, .reason = problem_});
+  if (negotiates_ && decided() && !memory_) say({.type = SharedType::kRefused, .reason = problem_});
 }
 
 // Both directions: the other end may not have seen the end.
@@ -154,19 +154,19 @@ void PairSetup::on_memory(const SharedMessage& reply) {
 
 // ---- Both ----
 
-std::optional<SharedMessage> PairSetup::hear(int fd) {
-  return fd == unix_socket_.get() ? hear_unix() : fd == tcp_.get() && !cut_ ? hear_tcp() : std::nullopt;
+std::optional<SharedMessage> PairSetup::receive(int fd) {
+  return fd == unix_socket_.get() ? receive_unix() : fd == tcp_.get() && !cut_ ? receive_tcp() : std::nullopt;
 }
 
 std::optional<SharedMessage> PairSetup::given_up_or(const SharedMessage& message) {
   auto why = GivenUp::from(message);
   if (!why) return message;
   report(true, "it gave up");
-  trouble_->given_up = std::move(why);
+  failure_->given_up = std::move(why);
   return std::nullopt;
 }
 
-std::optional<SharedMessage> PairSetup::hear_tcp() {
+std::optional<SharedMessage> PairSetup::receive_tcp() {
   switch (tcp_reader_.read(tcp_.get())) {
     case SharedReader::Status::kWaiting:
       return std::nullopt;
@@ -174,7 +174,7 @@ std::optional<SharedMessage> PairSetup::hear_tcp() {
       end_tcp();
       // A peer that has accepted the memory closes this connection as soon as all are ready; it has sent kAccepted
       // before.
-      return stage_ == Stage::kAwaitAnswer && unix_socket_ ? hear_unix() : std::nullopt;
+      return stage_ == Stage::kAwaitAnswer && unix_socket_ ? receive_unix() : std::nullopt;
     case SharedReader::Status::kNonsense:
       report(false, "it sent something that is not part of the set-up");
       return std::nullopt;
@@ -185,14 +185,14 @@ std::optional<SharedMessage> PairSetup::hear_tcp() {
   if (!message) return std::nullopt;
   const bool offered = terms_.peer < terms_.self && negotiates_ && stage_ != Stage::kAwaitOffer &&
                        message->type == SharedType::kOffer && message->token == offer_.token;
-  const bool refused = message->type == SharedType::kRefused && negotiates_ && settled() && !memory_;
+  const bool refused = message->type == SharedType::kRefused && negotiates_ && decided() && !memory_;
   if (offered || refused) return std::nullopt;  // a repetition, after a connection that has ended
-  if (settled()) return message;
+  if (decided()) return message;
   on_message(*message);
   return std::nullopt;
 }
 
-std::optional<SharedMessage> PairSetup::hear_unix() {
+std::optional<SharedMessage> PairSetup::receive_unix() {
   const SharedReader::Status status = unix_reader_.read(unix_socket_.get());
   if (status == SharedReader::Status::kWaiting) return std::nullopt;
   const bool message = status == SharedReader::Status::kMessage;
@@ -247,7 +247,7 @@ void PairSetup::refuse(const std::string& reason) {
 }
 
 void PairSetup::use_fallback(const std::string& reason) {
-  stage_ = Stage::kSettled;
+  stage_ = Stage::kDecided;
   problem_ = reason.empty() ? "no reason was given" : reason;
   handout_.reset();
   memory_.reset();
@@ -255,12 +255,12 @@ void PairSetup::use_fallback(const std::string& reason) {
 }
 
 void PairSetup::use_memory() {
-  stage_ = Stage::kSettled;
+  stage_ = Stage::kDecided;
   handout_.reset();
 }
 
 void PairSetup::report(bool lost, const std::string& text) {
-  if (!trouble_) trouble_ = Trouble{terms_.peer, lost, text};
+  if (!failure_) failure_ = Failure{terms_.peer, lost, text};
 }
 
 std::unique_ptr<Channel> PairSetup::take(const Transport& without_memory) {

@@ -41,7 +41,7 @@ class PairSetup {
     int64_t patience_ms = 0;     // with a peer that has made an offer, and then does not hand the memory out
   };
 
-  struct Trouble {
+  struct Failure {
     int peer = -1;
     bool lost = false;  // it has left or died; otherwise it sent an invalid message
     std::string text;
@@ -59,8 +59,8 @@ class PairSetup {
   bool connected() const { return connected_; }                     // until it is taken, also while it is cut
   bool cut() const { return cut_ && !shares(); }                    // its TCP connection has ended, and it needs one
   void reconnect(Fd tcp, std::vector<Fd> streams);                  // another one
-  bool shares() const { return settled() && memory_.has_value(); }  // the pair shares memory
-  bool settled() const { return stage_ == Stage::kSettled; }        // the transport is decided
+  bool shares() const { return decided() && memory_.has_value(); }  // the pair shares memory
+  bool decided() const { return stage_ == Stage::kDecided; }        // the transport is decided
   bool hands_out() const { return stage_ == Stage::kAwaitAnswer; }  // this rank's FdSocket is needed
   // why it uses its fallback; the same text on both ranks
   const std::string& problem() const { return problem_; }
@@ -72,20 +72,20 @@ class PairSetup {
   void watch_for_end(std::vector<pollfd>& polled) const;
   void note_end() { end_tcp(); }
   // One of these descriptors is ready. Messages to a settled pair are its owner's.
-  std::optional<SharedMessage> hear(int fd);
+  std::optional<SharedMessage> receive(int fd);
   void hand_out(FdSocket::Client client);          // the peer has come to this rank's FdSocket
   void move_on();                                  // time-outs
   void say(const SharedMessage& message);          // over TCP, or over the Unix socket of shared memory
   void out_of_turn(const SharedMessage& message);  // a message that its owner does not expect
-  std::optional<Trouble> take_trouble() { return std::exchange(trouble_, std::nullopt); }
+  std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
 
   std::unique_ptr<Channel> take(const Transport& without_memory);  // once it is settled
 
  private:
-  enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kSettled };
+  enum class Stage { kAwaitOffer, kConnecting, kAwaitMemory, kAwaitAnswer, kDecided };
 
-  std::optional<SharedMessage> hear_tcp();
-  std::optional<SharedMessage> hear_unix();
+  std::optional<SharedMessage> receive_tcp();
+  std::optional<SharedMessage> receive_unix();
   std::optional<SharedMessage> given_up_or(const SharedMessage& message);
   void end_tcp();
   void on_message(const SharedMessage& message);
@@ -104,7 +104,7 @@ class PairSetup {
   Fd tcp_;                   // if `cut_`: shut down, for a channel that is made again as any that breaks
   std::vector<Fd> streams_;  // further connections
   SharedReader tcp_reader_;
-  Stage stage_ = Stage::kSettled;
+  Stage stage_ = Stage::kDecided;
   SharedMessage offer_;
   Fd handout_;      // what the peer is to fetch
   Fd unix_socket_;  // connected to the peer's, or the peer's connection to ours
@@ -112,7 +112,7 @@ class PairSetup {
   Deadline deadline_ = Deadline::never();
   std::optional<PairMemory> memory_;
   std::string problem_;
-  std::optional<Trouble> trouble_;  // the first, until it is taken
+  std::optional<Failure> failure_;  // the first, until it is taken
 };
 
 }  // namespace ringdp

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/text.h"
+#include "mesh/connection_thread.h"
 #include "mesh/frame_check.h"
-#include "mesh/late_connections.h"
 
 namespace ringdp {
 

@@ -8,8 +8,8 @@
 #include "base/error.h"
 #include "base/sha256.h"
 #include "mesh/addresses.h"
-#include "mesh/introductions.h"
 #include "mesh/job.h"
+#include "mesh/peer_records.h"
 #include "mesh/record.h"
 
 namespace ringdp {
@@ -102,7 +102,7 @@ const std::string& Reconfiguration::handle() {
   std::sort(ips.begin(), ips.end());
   ips.erase(std::unique(ips.begin(), ips.end()), ips.end());
   listeners_ = open_listeners(ips, options_.port_low, options_.port_high, kBacklog);
-  Record record = introduction(options_);
+  Record record = own_record(options_);
   RendezvousOptions settings = options_;
   settings.job.emplace();
   Record shared;

@@ -221,7 +221,7 @@ void Redialler::on_message(Attempt& attempt) {
     const int peer = attempt.peer;
     return attempt.address == 0 ? give_up(peer, "") : drop(attempt, "another process listens there");
   }
-  attempt.socket.heard();
+  attempt.socket.add_to_transcript();
   if (message->type == HandshakeType::kRefusal) {
     const int peer = attempt.peer;
     at(peer).broken = true;  // it has broken on the peer's side
@@ -292,10 +292,10 @@ void Redialler::on_confirm(Attempt& attempt) {
   it.under_way = true;
   attempt.stage = Stage::kAwaitResume;
   attempt.begin = Clock::now();
-  tell_frames(attempt);
+  send_frames_taken(attempt);
 }
 
-bool Redialler::tell_frames(Attempt& attempt) {
+bool Redialler::send_frames_taken(Attempt& attempt) {
   const auto taken = events_.settle(attempt.peer);
   if (taken) return send(attempt, HandshakeType::kResume, *taken);
   send(attempt, HandshakeType::kRefusal, attempt.number, Refusal::kGone);
@@ -304,7 +304,7 @@ bool Redialler::tell_frames(Attempt& attempt) {
 }
 
 void Redialler::on_resume(Attempt& attempt, uint64_t theirs) {
-  if (attempt.dialled && !tell_frames(attempt)) return;
+  if (attempt.dialled && !send_frames_taken(attempt)) return;
   const int peer = attempt.peer;
   at(peer).done = attempt.number;
   at(peer).done_at = Clock::now();

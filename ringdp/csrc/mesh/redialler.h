@@ -12,7 +12,7 @@
 // first of the new ones is made; the confirm has their number. The higher rank dials the others, each up to confirm
 // and padding, and both add them to the channel one by one (add_stream). The channel also works without them.
 //
-// Owned by LateConnections, used by its thread; nothing blocks but the events, which wait for the engine's driver.
+// Owned by ConnectionThread, used by its thread; nothing blocks but the events, which wait for the engine's driver.
 #pragma once
 
 #include <poll.h>
@@ -92,7 +92,7 @@ class Redialler {
   void on_reply(Attempt& attempt);
   void on_confirm(Attempt& attempt);
   void on_resume(Attempt& attempt, uint64_t theirs);
-  bool tell_frames(Attempt& attempt);  // sends `resume`, after reading the old connection to its end
+  bool send_frames_taken(Attempt& attempt);  // sends `resume`, after reading the old connection to its end
   void dial_streams(int peer, Clock::time_point now);
   void on_stream(Attempt& attempt);  // a further one is made
   bool fits(const Attempt& stream);  // its connection is in use

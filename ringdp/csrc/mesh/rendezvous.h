@@ -65,7 +65,7 @@ struct MeshPeer {
   bool checksums = false;                // both ends send them behind the headers of their frames
 };
 
-class LateConnections;
+class ConnectionThread;
 
 struct Mesh {
   Mesh();
@@ -75,7 +75,7 @@ struct Mesh {
 
   std::vector<MeshPeer> peers;  // one per rank
   // Makes missing connections, and replaces broken ones; null if neither can happen.
-  std::unique_ptr<LateConnections> late;
+  std::unique_ptr<ConnectionThread> late;
   // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on
   // all ranks.
   int64_t round_trip_us = 0;

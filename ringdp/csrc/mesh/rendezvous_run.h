@@ -1,6 +1,6 @@
-// RendezvousRun: one `meet`: a loop that reads the other ranks' records (Introductions), advances the connections
+// RendezvousRun: one `meet`: a loop that reads the other ranks' records (PeerRecords), advances the connections
 // (Connector) and checks which processes die, until this rank has all connections of the start. Then the
-// TransportSetup makes channels of them. RendezvousTrouble publishes failures. Owned by the caller of `meet`, and used
+// TransportSetup makes channels of them. RendezvousFailure publishes failures. Owned by the caller of `meet`, and used
 // by its thread.
 #pragma once
 
@@ -11,10 +11,10 @@
 
 #include "mesh/addresses.h"
 #include "mesh/connector.h"
-#include "mesh/introductions.h"
 #include "mesh/job.h"
+#include "mesh/peer_records.h"
 #include "mesh/rendezvous.h"
-#include "mesh/rendezvous_trouble.h"
+#include "mesh/rendezvous_failure.h"
 #include "mesh/rendezvous_wait.h"
 #include "mesh/transport_setup.h"
 
@@ -26,9 +26,9 @@ class RendezvousRun {
 
   Mesh run();
 
-  // After an error of `run`: the error that this rank raises, published to the others. See RendezvousTrouble.
-  Error settle_error(const Error& error, bool stopped);
-  Error store_lost(const Error& error) const { return trouble_.store_lost(error); }
+  // After an error of `run`: the error that this rank raises, published to the others. See RendezvousFailure.
+  Error agree_on_error(const Error& error, bool stopped);
+  Error store_lost(const Error& error) const { return failure_.store_lost(error); }
 
  private:
   void introduce();
@@ -47,22 +47,22 @@ class RendezvousRun {
   std::string missing_text() const;
   [[noreturn]] void time_out();
   Mesh mesh();
-  std::unique_ptr<LateConnections> leave_the_rest();
+  std::unique_ptr<ConnectionThread> leave_the_rest();
 
   Store& store_;
   const RendezvousOptions& options_;
   const int rank_;
   const int world_;
   std::vector<Interface> interfaces_;
-  Introductions ranks_;
-  RendezvousTrouble trouble_;
+  PeerRecords ranks_;
+  RendezvousFailure failure_;
   RendezvousWait wait_;
   TransportSetup transports_;
   std::optional<Job> job_;
   std::optional<Connector> connector_;
   std::vector<char> suspected_;  // per rank: its process was once not found
   Clock::time_point check_after_ = Clock::now();
-  Clock::time_point last_news_ = check_after_;  // the last new record in the store
+  Clock::time_point last_answer_ = check_after_;  // the last new record in the store
 };
 
 }  // namespace ringdp

@@ -1,5 +1,5 @@
 // Route: the addresses of one peer, dialled one after the other with a short head start each, and the results; it
-// decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialler, used by its thread.
+// decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialing, used by its thread.
 #pragma once
 
 #include <cstddef>

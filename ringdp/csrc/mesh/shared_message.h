@@ -45,8 +45,8 @@ struct SharedMessage {
 // The error of a rank that left during the rendezvous, which the others raise too.
 struct GivenUp {
   ErrorKind kind = ErrorKind::kHandshake;
-  int peer = -1;      // the guilty rank; -1: the one that left
-  std::string story;  // true on every rank; cut to what fits
+  int peer = -1;     // the guilty rank; -1: the one that left
+  std::string text;  // true on every rank; cut to what fits
 
   SharedMessage message() const;
   static std::optional<GivenUp> from(const SharedMessage& message);  // nullopt: it is another message

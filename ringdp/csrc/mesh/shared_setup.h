@@ -3,7 +3,7 @@
 // added later. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened
 // over the TCP connection. A TCP connection that ends while a pair, or the tree, needs it is replaced (`take_cut`,
 // `reconnect`). The messages of the tree are sent once on each connection: when this is complete, all messages to this
-// rank have been read. Used by one thread, that of a `meet` and later that of LateConnections; owns the pairs, and
+// rank have been read. Used by one thread, that of a `meet` and later that of ConnectionThread; owns the pairs, and
 // with them their connections until they become channels.
 #pragma once
 
@@ -63,16 +63,16 @@ class SharedSetup {
   // all ranks are ready, and this rank's children were informed
   bool complete() const;
   int64_t round_trip_us() const { return tree_.largest(); }  // when complete: the longest that any rank has
-  void tell(const GivenUp& why);                             // informs the peers before this rank leaves
+  void notify(const GivenUp& why);                           // informs the peers before this rank leaves
   const Plan& plan() const { return plan_; }
   bool needs_connection(int peer) const { return !pairs_[peer].shares(); }  // over TCP
 
-  using Trouble = PairSetup::Trouble;
-  const std::optional<Trouble>& trouble() const { return trouble_; }
+  using Failure = PairSetup::Failure;
+  const std::optional<Failure>& failure() const { return failure_; }
   void forget(int peer);  // drops its connection, and a failure with it
   // Why the pair uses its fallback; the same text on both ranks.
   const std::string& problem(int peer) const { return pairs_[peer].problem(); }
-  bool settled() const;  // the transport is decided with every peer
+  bool decided() const;  // the transport is decided with every peer
   // peers with which it is not; after that, those whose report of the barrier is missing
   std::vector<int> awaited() const;
   int turned_away() const { return turned_away_; }
@@ -82,7 +82,7 @@ class SharedSetup {
     const TransportChoice& choice = plan_.transports[peer];
     return problem(peer).empty() ? *choice.first : *choice.fallback;
   }
-  std::vector<int> settled_now() const;     // peers whose channels can be taken
+  std::vector<int> decided_now() const;     // peers whose channels can be taken
   std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
@@ -97,17 +97,17 @@ class SharedSetup {
   bool waits_for(int peer) const;  // for its part of the set-up, or of the tree
   bool watches(int peer) const;    // it may not be ready yet, and need another connection
   int poll_pairs(std::vector<pollfd>& polled, std::vector<int>& ranks, int wait_ms) const;  // and their peers
-  void hear(int peer, int fd);
+  void receive(int peer, int fd);
   void pass_on();  // sends the messages of the ReadyTree
   bool lacks_required() const;
-  void note_trouble(PairSetup& pair);  // keeps the first, until `forget`
+  void note_failure(PairSetup& pair);  // keeps the first, until `forget`
 
   const int rank_;
   Plan plan_;
   std::string no_memory_;  // for the pairs of the start
   std::vector<PairSetup> pairs_;
   std::optional<FdSocket> fd_socket_;
-  std::optional<Trouble> trouble_;
+  std::optional<Failure> failure_;
   ReadyTree tree_;
   std::vector<Said> said_;  // by peer
   int turned_away_ = 0;

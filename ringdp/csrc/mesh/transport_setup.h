@@ -12,9 +12,9 @@
 
 #include "base/deadline.h"
 #include "mesh/connector.h"
-#include "mesh/introductions.h"
+#include "mesh/peer_records.h"
 #include "mesh/rendezvous.h"
-#include "mesh/rendezvous_trouble.h"
+#include "mesh/rendezvous_failure.h"
 #include "mesh/rendezvous_wait.h"
 #include "mesh/shared_setup.h"
 #include "mesh/store.h"
@@ -23,9 +23,9 @@ namespace ringdp {
 
 class TransportSetup {
  public:
-  TransportSetup(const RendezvousOptions& options, const Introductions& ranks, RendezvousTrouble& trouble,
+  TransportSetup(const RendezvousOptions& options, const PeerRecords& ranks, RendezvousFailure& failure,
                  RendezvousWait& wait)
-      : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), trouble_(trouble), wait_(wait) {}
+      : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), failure_(failure), wait_(wait) {}
 
   // Throws if ranks name transports or sites that exclude each other. The same error on all ranks: each checks all
   // pairs.
@@ -44,15 +44,15 @@ class TransportSetup {
   void wait_for_all(Connector& connector, const std::function<void()>& look);
   bool step(Connector& connector);  // true: a connection has ended
   void check() const;
-  void hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin);
+  void check_failures(Clock::time_point& next, Clock::time_point begin);
   std::string what_for() const;
-  void tell_transports() const;
+  void log_transports() const;
 
   const RendezvousOptions& options_;
   const int rank_;
   const int world_;
-  const Introductions& ranks_;
-  RendezvousTrouble& trouble_;
+  const PeerRecords& ranks_;
+  RendezvousFailure& failure_;
   RendezvousWait& wait_;
   std::optional<SharedSetup> sharing_;
   std::string congestion_problem_;

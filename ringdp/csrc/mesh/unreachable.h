@@ -11,12 +11,12 @@ namespace ringdp {
 
 struct UnreachableText {
   ErrorKind kind = ErrorKind::kHandshake;
-  std::string story;
+  std::string text;
   std::string advice;
 };
 
 // `when`: "while the ranks met", of a peer that was lost.
-UnreachableText unreachable_text(const PeerInfo& self, const PeerInfo& peer, const Connector::Trouble& trouble,
+UnreachableText unreachable_text(const PeerInfo& self, const PeerInfo& peer, const Connector::Failure& failure,
                                  const std::string& when);
 
 }  // namespace ringdp

@@ -43,8 +43,8 @@ class TcpHealth {
   explicit TcpHealth(Clock::time_point now) : looked_at_(now), silent_since_(now), held_up_since_(now) {}
 
   void look(const Counters& counters, Clock::time_point now);
-  void heard_elsewhere(Clock::time_point now);  // the host has answered on another connection
-  void note_reset() { reset_ = true; }          // a reset by the host, which is an answer
+  void answered_elsewhere(Clock::time_point now);  // the host has answered on another connection
+  void note_reset() { reset_ = true; }             // a reset by the host, which is an answer
 
   // For how long an acknowledgement is overdue and no packet has come; 0: none is overdue.
   int64_t silence_ms(Clock::time_point now) const;
@@ -61,7 +61,7 @@ class TcpHealth {
   Clock::time_point looked_at_;
   Clock::time_point silent_since_;   // the present time while no acknowledgement is overdue
   Clock::time_point held_up_since_;  // the present time while bytes arrive
-  bool owed_ = false;
+  bool unacknowledged_ = false;
   bool reset_ = false;
   bool answers_ = false;  // since held_up_since_
   Clock::time_point answered_at_{};

@@ -24,7 +24,7 @@ class TcpWatch {
   int fd_;
   SocketAddress peer_;
   TcpHealth health_{Clock::now()};
-  Fd question_;
+  Fd probe_;
   Clock::time_point asked_at_{};
 };
 

@@ -29,10 +29,10 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
    public:
     virtual ~Step() = default;
     virtual int64_t number() = 0;
-    virtual const char* also_lost() = 0;        // see UnitWords
+    virtual const char* also_lost() = 0;        // see UnitDescription
     virtual bool must_send_again() = 0;         // a bucket was not sent, or was sent in an earlier view
     virtual void send_again() = 0;              // sends all buckets with their old gradients to the present members
-    virtual std::vector<double> weights() = 0;  // see ElasticGroup::know_weights
+    virtual std::vector<double> weights() = 0;  // see ElasticGroup::set_weights
     virtual void wait() = 0;                    // waits until its buckets have their means
     virtual void counts() = 0;                  // hands out the means
     // Called in a catch block: the step does not count, and is not repeated. Throws that exception with the step's

@@ -38,9 +38,9 @@ void follow(const GroupPointer& group) {
   lasting->follow(elastic_of(group));
 }
 
-void on_change(const GroupPointer& group, py::function told) {
+void on_change(const GroupPointer& group, py::function listener) {
   // By pointer: the last copy may be destroyed on a thread without the GIL.
-  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(told)), [](py::function* it) {
+  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(listener)), [](py::function* it) {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
     delete it;
@@ -82,7 +82,7 @@ void bind_elastic(py::module_& module) {
       "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
       "The number of the present view, from 1.");
   module.def(
-      "on_change", &on_change, py::arg("process_group"), py::arg("told"),
+      "on_change", &on_change, py::arg("process_group"), py::arg("listener"),
       "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
   module.def(
       "begin_unit",

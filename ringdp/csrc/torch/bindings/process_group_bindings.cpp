@@ -98,7 +98,7 @@ EngineOptions engine_options_of(const py::dict& config) {
   return options;
 }
 
-std::string round_trip_in_words(const Runtime& runtime) {
+std::string describe_round_trip(const Runtime& runtime) {
   if (!runtime.far()) return "";
   return "; a round trip between hosts takes " + std::to_string(runtime.round_trip_us() / 1000) +
          " ms or more, so ranks exchange in pairs where nearer ones use a ring";
@@ -157,8 +157,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   std::to_string(engine_options.rate_bytes_per_s) +
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
-      log(LogLevel::kInfo, all_reduce_in_words(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
-                               round_trip_in_words(*runtime));
+      log(LogLevel::kInfo, describe_all_reduce(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
+                               describe_round_trip(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);

@@ -77,7 +77,7 @@ void BucketFiller::send(Bucket& bucket, const std::string& note) {
 void BucketFiller::send_again() {
   used_.drop_operations();
   layout_.repair.restore();
-  failure_.keeping_in(-1, "weights", [&] { layout_.weights.tell_again(backward_.step()); });
+  failure_.keeping_in(-1, "weights", [&] { layout_.weights.exchange_again(backward_.step()); });
   for (std::size_t index = 0; index < arrivals_.sending(); ++index) {
     Bucket& bucket = layout_.store[index];
     bucket.factors = layout_.weights.factors().of_ranks;

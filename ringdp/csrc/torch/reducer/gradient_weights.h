@@ -55,11 +55,11 @@ class GradientWeights {
   void check_same(double weight) const;
   // One that averages: waits for the other ranks' weights.
   void begin(int task, double weight, int64_t step);
-  // In an elastic job: whether the other ranks' weights come only at the end of the backward, in `tell_again`: a
+  // In an elastic job: whether the other ranks' weights come only at the end of the backward, in `exchange_again`: a
   // member is lost, or the step is the first one of its view, whose forwards the ranks have not exchanged.
   bool unknown() const { return unknown_; }
   // The backward's buckets are sent at its end, or again: exchanges weights among the present members.
-  void tell_again(int64_t step);
+  void exchange_again(int64_t step);
   // The weights of the ranks' batches in this step, by rank; empty: unknown in the present view.
   std::vector<double> of_members() const { return view_ == group_.view() ? totals_ : std::vector<double>(); }
   void end();
@@ -91,7 +91,7 @@ class GradientWeights {
   };
   // Throws on all ranks if the weight of one of them is invalid.
   Known finish(Exchange exchange);
-  void know(Known known, int64_t step);
+  void set_known(Known known, int64_t step);
   [[noreturn]] void throw_invalid(int rank, double weight) const;
 
   ReducerGroup& group_;

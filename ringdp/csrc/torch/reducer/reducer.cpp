@@ -107,7 +107,7 @@ void Reducer::begin(double weight, bool again) {
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   if (layout_.weights.unknown()) layout_.repair.withhold();
-  failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
+  failure_.keeping_in(-1, "step report", [&] { report_.exchange_if_due(join_.joining()); });
   const auto alive = std::make_shared<int>();
   if (layout_.repair.on()) layout_.repair.backward().begin({shared_from_this(), &unit_}, alive);
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.

@@ -37,9 +37,9 @@ void append(StepReport::Bytes& bytes, const T& value) {
 }  // namespace
 
 int StepReport::note_forward() {
-  if (layout_.repair.on() && told()) follow_members();
+  if (layout_.repair.on() && exchanges()) follow_members();
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
-  hear();
+  take_answers();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
   if (due_) answer |= kFactsWanted;
   if (window_) answer |= kWindowCame;
@@ -77,7 +77,7 @@ void StepReport::finished(bool joining) {
   for (std::size_t index = 0; index < layout_.store.size(); ++index)
     if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
-  if (joining || !told()) return;
+  if (joining || !exchanges()) return;
   follow_members();
   // Within a view all members count the same steps: not one that counts with the parts of members lost in it.
   if (layout_.group.first_unit()) return;
@@ -101,7 +101,7 @@ void StepReport::follow_members() {
 }
 
 // For backends whose buckets end on the host.
-bool StepReport::told() const {
+bool StepReport::exchanges() const {
   if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
   return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
 }
@@ -117,11 +117,11 @@ void StepReport::set_facts(const Bytes& facts) {
 }
 
 std::optional<std::vector<StepReport::Bytes>> StepReport::take() {
-  hear();
+  take_answers();
   return std::exchange(window_, std::nullopt);
 }
 
-void StepReport::hear() {
+void StepReport::take_answers() {
   if (!exchange_.work || !exchange_.work->isCompleted()) return;
   const Exchange ended = std::exchange(exchange_, {});
   if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket throws
@@ -135,13 +135,13 @@ void StepReport::hear() {
   }
 }
 
-void StepReport::tell_if_due(bool joining) {
-  if (!due_ || joining || !told()) return;
+void StepReport::exchange_if_due(bool joining) {
+  if (!due_ || joining || !exchanges()) return;
   follow_members();
   if (!due_) return;
   due_ = false;
   const UnitScope unit;  // the step's
-  hear();
+  take_answers();
   const Bytes mine = packed(times_.stats().steps);
   facts_.clear();
   rows_.clear();

@@ -43,7 +43,7 @@ class StepReport {
   void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
   // After `backward_began`, of a backward that averages. `joining`: some ranks may repeat the others' operations
   // (torch's Join), and do not count: then no exchange.
-  void tell_if_due(bool joining);
+  void exchange_if_due(bool joining);
   // The exchange for which the end of this backward waits, besides its buckets; null: none.
   c10::intrusive_ptr<c10d::Work> under_way() const { return exchange_.work; }
   void drop() { exchange_ = {}; }  // its members have changed
@@ -73,9 +73,9 @@ class StepReport {
     std::shared_ptr<std::atomic<int64_t>> ended_ns;  // shared with the work's callback
   };
 
-  bool told() const;
+  bool exchanges() const;
   bool due(std::size_t steps) const;
-  void hear();
+  void take_answers();
   void follow_members();  // drops the state of other members
   void forget_gradients() { gradients_ = {}; }
   Bytes packed(int64_t step) const;

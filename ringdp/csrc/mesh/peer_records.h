@@ -1,4 +1,4 @@
-// Introductions: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
+// PeerRecords: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
 // its addresses. Publishes this rank's, and reads the others'. Nothing blocks but the store. Owned by a RendezvousRun
 // and used by its thread.
 #pragma once
@@ -19,9 +19,9 @@
 namespace ringdp {
 
 // A rank's record: host, process, networks and settings.
-Record introduction(const RendezvousOptions& options);
+Record own_record(const RendezvousOptions& options);
 
-struct Introduction {
+struct PeerRecord {
   PeerInfo info;
   ProcessId process;
   std::string network;
@@ -35,42 +35,42 @@ struct Introduction {
   bool placed = false;                   // they were read
 };
 
-TransportChoice transport_between(const Introduction& a, const Introduction& b);
+TransportChoice transport_between(const PeerRecord& a, const PeerRecord& b);
 
-class Introductions {
+class PeerRecords {
  public:
-  Introductions(Store& store, const RendezvousOptions& options);
+  PeerRecords(Store& store, const RendezvousOptions& options);
 
   // The record of another living process with this rank, if there is one.
   std::optional<Record> rival() const;
   void publish();
   void publish_addresses(const std::vector<std::string>& addresses);
 
-  struct News {
+  struct Answers {
     bool any = false;
     std::vector<int> placed;  // ranks whose addresses were read
   };
   // Reads some of the missing records; with `addresses` also these. `quiet`: the time since the last answer.
-  News ask(bool addresses, Clock::duration quiet);
+  Answers ask(bool addresses, Clock::duration quiet);
   void ask_for(int rank);  // its identity, unless that is known
 
-  const Introduction& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
-  const Introduction& self() const { return (*this)[rank_]; }
-  const std::vector<Introduction>& all() const { return ranks_; }
+  const PeerRecord& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  const PeerRecord& self() const { return (*this)[rank_]; }
+  const std::vector<PeerRecord>& all() const { return ranks_; }
   bool all_present() const;
   bool all_placed() const;
 
  private:
-  using Question = std::pair<bool, int>;  // addresses or identity; rank
+  using Key = std::pair<bool, int>;  // addresses or identity; rank
 
-  void take(Question question, const std::string& text, News& news);
-  void take_who(int rank, const Record& record);
+  void take(Key key_of, const std::string& text, Answers& answers);
+  void take_identity(int rank, const Record& record);
 
   Store& store_;
   const int rank_;
-  const Record introduction_;
-  std::vector<Introduction> ranks_;
-  std::size_t next_question_ = 0;
+  const Record own_record_;
+  std::vector<PeerRecord> ranks_;
+  std::size_t next_key_ = 0;
 };
 
 }  // namespace ringdp

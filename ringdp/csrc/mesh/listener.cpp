@@ -1,4 +1,4 @@
-#include "mesh/door.h"
+#include "mesh/listener.h"
 
 #include <utility>
 
@@ -15,12 +15,12 @@ constexpr auto kShortTooLong = std::chrono::seconds(5);
 
 }  // namespace
 
-void Door::poll_for(std::vector<pollfd>& polled) const {
+void Listener::poll_for(std::vector<pollfd>& polled) const {
   const auto events = static_cast<short>(paused() ? 0 : POLLIN);
   for (const TcpListener& it : listeners_) polled.push_back({it.poll_fd(), events, 0});
 }
 
-void Door::let_in(std::size_t listener, const std::function<void(Fd, const SocketAddress&)>& each) {
+void Listener::let_in(std::size_t listener, const std::function<void(Fd, const SocketAddress&)>& each) {
   for (int i = 0; i < kAcceptsPerStep; ++i) {
     int error_number = 0;
     auto newcomer = listeners_[listener].accept(error_number);
@@ -38,18 +38,18 @@ void Door::let_in(std::size_t listener, const std::function<void(Fd, const Socke
   }
 }
 
-std::string Door::shortage() const {
+std::string Listener::shortage() const {
   if (!short_since_ || short_last_ - *short_since_ < kShortTooLong) return "";
   return "no connection could be let in for " + std::to_string(kShortTooLong.count()) + " s: " + short_of_;
 }
 
-std::string Door::turned_away_text() const {
+std::string Listener::turned_away_text() const {
   if (turned_away_ == 0) return "";
   return "turned away " + std::to_string(turned_away_) +
          " connections that could not prove that they belong to this job";
 }
 
-void Door::report(const std::string& line) {
+void Listener::report(const std::string& line) {
   const auto now = Clock::now();
   if (now < report_after_) {
     ++unreported_;

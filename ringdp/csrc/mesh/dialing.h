@@ -1,4 +1,4 @@
-// Dialler: the ranks to connect with, and the connections that this rank begins. It dials the lower ranks at all their
+// Dialing: the ranks to connect with, and the connections that this rank begins. It dials the lower ranks at all their
 // addresses, and the further connections of a pair whose first one it has made (ExtraStreams). Higher ranks dial this
 // rank; one that is late is asked to, with a knock. Owned by the Connector, used by its thread.
 #pragma once
@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "mesh/established.h"
 #include "mesh/handshake_attempt.h"
-#include "mesh/made_connections.h"
 #include "mesh/route.h"
 
 namespace ringdp {
 
-class Dialler {
+class Dialing {
  public:
-  Dialler(HandshakeSelf self, const std::vector<char>& wanted);
+  Dialing(HandshakeSelf self, const std::vector<char>& wanted);
 
   // See Connector for these. The peers of `want` and `check` are not connected yet.
   void set_route(int peer, Candidates candidates, bool probe);
@@ -38,20 +38,20 @@ class Dialler {
   uint8_t met(int peer) const { return met_[peer]; }  // what its last reply said, see HandshakeFields
 
   void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
-  void step(std::span<const pollfd> polled, MadeConnections& made);  // which begins with those of `poll_for`
+  void step(std::span<const pollfd> polled, Established& made);  // which begins with those of `poll_for`
   // hands over those that are established, begins those that are due
-  void collect(MadeConnections& made);
+  void collect(Established& made);
 
  private:
   enum class Aim { kNone, kCheck, kConnect };
 
-  bool awaits(int peer, const MadeConnections& made) const { return aims_at(peer) && !made.joined(peer); }
-  void move_on(HandshakeAttempt& attempt, MadeConnections& made);
+  bool awaits(int peer, const Established& made) const { return aims_at(peer) && !made.joined(peer); }
+  void move_on(HandshakeAttempt& attempt, Established& made);
   void on_connected(HandshakeAttempt& attempt);
-  void on_proven(HandshakeAttempt& attempt, const MadeConnections& made);
-  void note_failure(HandshakeAttempt& attempt, MadeConnections& made);
-  void dial_due(int peer, MadeConnections& made);
-  void dial(HandshakeAttempt::Facts facts, MadeConnections& made);
+  void on_proven(HandshakeAttempt& attempt, const Established& made);
+  void note_failure(HandshakeAttempt& attempt, Established& made);
+  void dial_due(int peer, Established& made);
+  void dial(HandshakeAttempt::Facts facts, Established& made);
 
   HandshakeSelf self_;
   std::vector<Aim> aims_;          // these are per peer

@@ -1,4 +1,4 @@
-#include "mesh/introductions.h"
+#include "mesh/peer_records.h"
 
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kQuestionsPerLook = 32;  // to the store
-constexpr std::size_t kQuestionsTogether = 128;
+constexpr std::size_t kKeysPerRead = 32;  // to the store
+constexpr std::size_t kKeysTogether = 128;
 constexpr std::chrono::milliseconds kTogether{50};  // after the last answer
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
@@ -19,7 +19,7 @@ ProcessId process_in(const Record& record) {
 
 }  // namespace
 
-Record introduction(const RendezvousOptions& options) {
+Record own_record(const RendezvousOptions& options) {
   // Addresses that cannot be used are not an error yet: all ranks may be on this host.
   std::vector<std::string> ips;
   for (const Interface& it : interfaces())
@@ -37,20 +37,20 @@ Record introduction(const RendezvousOptions& options) {
           {"hello", options.hello}};
 }
 
-TransportChoice transport_between(const Introduction& a, const Introduction& b) {
+TransportChoice transport_between(const PeerRecord& a, const PeerRecord& b) {
   return choose_transport(a.transport, b.transport, a.identity == b.identity);
 }
 
-Introductions::Introductions(Store& store, const RendezvousOptions& options)
-    : store_(store), rank_(options.rank), introduction_(introduction(options)), ranks_(options.world) {
+PeerRecords::PeerRecords(Store& store, const RendezvousOptions& options)
+    : store_(store), rank_(options.rank), own_record_(own_record(options)), ranks_(options.world) {
   for (int rank = 0; rank < options.world; ++rank) ranks_[rank].info.rank = rank;
-  take_who(rank_, introduction_);
-  Introduction& self = ranks_[rank_];
+  take_identity(rank_, own_record_);
+  PeerRecord& self = ranks_[rank_];
   self.hello = options.hello;  // unchanged, with its line breaks
   self.placed = true;
 }
 
-std::optional<Record> Introductions::rival() const {
+std::optional<Record> PeerRecords::rival() const {
   const auto text = store_.find(key("who", rank_));
   if (!text) return std::nullopt;
   Record other = read_record(*text);
@@ -59,61 +59,61 @@ std::optional<Record> Introductions::rival() const {
   return other;
 }
 
-void Introductions::publish() { store_.set(key("who", rank_), write_record(introduction_)); }
+void PeerRecords::publish() { store_.set(key("who", rank_), write_record(own_record_)); }
 
-void Introductions::publish_addresses(const std::vector<std::string>& addresses) {
+void PeerRecords::publish_addresses(const std::vector<std::string>& addresses) {
   store_.set(key("at", rank_), write_record({{"addresses", join(addresses, ",")}}));
 }
 
 // Asks for all ranks together, in two round trips, while they start together; for single ranks once some are late.
-Introductions::News Introductions::ask(bool addresses, Clock::duration quiet) {
-  std::vector<Question> open;
-  for (const Introduction& it : ranks_)
+PeerRecords::Answers PeerRecords::ask(bool addresses, Clock::duration quiet) {
+  std::vector<Key> open;
+  for (const PeerRecord& it : ranks_)
     if (!it.placed && (!it.present || addresses)) open.emplace_back(it.present, it.info.rank);
   const bool together = quiet < kTogether;
-  const std::size_t count = std::min(together ? kQuestionsTogether : kQuestionsPerLook, open.size());
-  std::vector<Question> questions;
+  const std::size_t count = std::min(together ? kKeysTogether : kKeysPerRead, open.size());
+  std::vector<Key> asked;
   std::vector<std::string> keys;
   for (std::size_t i = 0; i < count; ++i) {
-    questions.push_back(open[next_question_++ % open.size()]);
-    keys.push_back(key(questions.back().first ? "at" : "who", questions.back().second));
+    asked.push_back(open[next_key_++ % open.size()]);
+    keys.push_back(key(asked.back().first ? "at" : "who", asked.back().second));
   }
-  News news;
+  Answers answers;
   if (together) {
     const auto texts = store_.find_all(keys);
-    for (std::size_t i = 0; texts && i < count; ++i) take(questions[i], (*texts)[i], news);
-    return news;
+    for (std::size_t i = 0; texts && i < count; ++i) take(asked[i], (*texts)[i], answers);
+    return answers;
   }
   for (std::size_t i = 0; i < count; ++i)
-    if (const auto text = store_.find(keys[i])) take(questions[i], *text, news);
-  return news;
+    if (const auto text = store_.find(keys[i])) take(asked[i], *text, answers);
+  return answers;
 }
 
-void Introductions::ask_for(int rank) {
+void PeerRecords::ask_for(int rank) {
   if (ranks_[rank].present) return;
-  if (const auto text = store_.find(key("who", rank))) take_who(rank, read_record(*text));
+  if (const auto text = store_.find(key("who", rank))) take_identity(rank, read_record(*text));
 }
 
-bool Introductions::all_present() const {
-  return std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& it) { return it.present; });
+bool PeerRecords::all_present() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const PeerRecord& it) { return it.present; });
 }
 
-bool Introductions::all_placed() const {
-  return std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& it) { return it.placed; });
+bool PeerRecords::all_placed() const {
+  return std::all_of(ranks_.begin(), ranks_.end(), [](const PeerRecord& it) { return it.placed; });
 }
 
-void Introductions::take(Question question, const std::string& text, News& news) {
-  const auto [where, rank] = question;
-  news.any = true;
+void PeerRecords::take(Key key_of, const std::string& text, Answers& answers) {
+  const auto [where, rank] = key_of;
+  answers.any = true;
   const Record record = read_record(text);
-  if (!where) return take_who(rank, record);
+  if (!where) return take_identity(rank, record);
   ranks_[rank].addresses = split(field(record, "addresses"), ',');
   ranks_[rank].placed = true;
-  news.placed.push_back(rank);
+  answers.placed.push_back(rank);
 }
 
-void Introductions::take_who(int rank, const Record& record) {
-  Introduction& it = ranks_[rank];
+void PeerRecords::take_identity(int rank, const Record& record) {
+  PeerRecord& it = ranks_[rank];
   it.process = process_in(record);
   it.info = {rank, field(record, "host"), it.process.pid};
   it.network = field(record, "network");

@@ -1,4 +1,4 @@
-// LateConnections: makes the connections of a large job that were not made at the rendezvous: those that this rank
+// ConnectionThread: makes the connections of a large job that were not made at the rendezvous: those that this rank
 // needs, and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other
 // hosts can be reached, so that a broken path is known before it is needed. In a job of any size it replaces
 // connections that break.
@@ -26,7 +26,7 @@
 
 namespace ringdp {
 
-class LateConnections {
+class ConnectionThread {
  public:
   struct Start {
     int rank = 0;
@@ -52,10 +52,10 @@ class LateConnections {
     std::function<void(int peer, const std::string& why)> not_healed = {};
   };
 
-  explicit LateConnections(Start start);
-  ~LateConnections();
-  LateConnections(const LateConnections&) = delete;
-  LateConnections& operator=(const LateConnections&) = delete;
+  explicit ConnectionThread(Start start);
+  ~ConnectionThread();
+  ConnectionThread(const ConnectionThread&) = delete;
+  ConnectionThread& operator=(const ConnectionThread&) = delete;
 
   void start(Events events);                                    // once
   void want(int peer);                                          // no more than once counts
@@ -71,9 +71,9 @@ class LateConnections {
   void start_redialler();
   void start_checks(Clock::time_point now);
   void hand_over();
-  void look_for_trouble();
-  void fail(const Connector::Trouble& trouble);
-  Error explain(const Connector::Trouble& trouble) const;
+  void look_for_failures();
+  void fail(const Connector::Failure& failure);
+  Error explain(const Connector::Failure& failure) const;
   Error error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const;
 
   std::optional<Start> state_;  // until it is stopped

@@ -1,4 +1,4 @@
-// RendezvousTrouble: publishes this rank's failure in the store, and reads the others', so that all ranks raise the
+// RendezvousFailure: publishes this rank's failure in the store, and reads the others', so that all ranks raise the
 // same error. Owned by a RendezvousRun and used by its thread.
 #pragma once
 
@@ -6,38 +6,38 @@
 #include <string>
 
 #include "base/error.h"
-#include "mesh/introductions.h"
+#include "mesh/peer_records.h"
 #include "mesh/rendezvous.h"
 #include "mesh/shared_message.h"
 #include "mesh/store.h"
 
 namespace ringdp {
 
-class RendezvousTrouble {
+class RendezvousFailure {
  public:
-  RendezvousTrouble(Store& store, const RendezvousOptions& options, const Introductions& ranks)
+  RendezvousFailure(Store& store, const RendezvousOptions& options, const PeerRecords& ranks)
       : store_(store), options_(options), ranks_(ranks) {}
 
   // The text must be true on every rank.
-  Error failure(ErrorKind kind, int peer, const std::string& story, const std::string& advice) const;
-  Error failure(int from, const GivenUp& why) const;
-  std::optional<Error> heard();  // another rank's failure
+  Error make_error(ErrorKind kind, int peer, const std::string& text, const std::string& advice) const;
+  Error make_error(int from, const GivenUp& why) const;
+  std::optional<Error> published();  // another rank's failure
 
   // After an error on this rank: publishes it, or, if another rank was first, returns that rank's error. `stopped`: by
   // an exception that is not an Error (an interrupt). Throws only StoreLost.
-  Error settle(const Error& error, bool stopped);
+  Error agree(const Error& error, bool stopped);
   Error store_lost(const Error& error) const;
-  GivenUp words_for_peers(const Error& error) const;  // for peers that do not read the store any more
+  GivenUp given_up(const Error& error) const;  // for peers that do not read the store any more
 
  private:
-  std::string story_of(const Error& error) const;
+  std::string text_of(const Error& error) const;
   // waits until the others have read the failure, since the store may end with this process
   void linger(int limit_ms, int dead);
 
   Store& store_;
   const RendezvousOptions& options_;
-  const Introductions& ranks_;
-  bool heard_ = false;
+  const PeerRecords& ranks_;
+  bool read_ = false;
 };
 
 }  // namespace ringdp

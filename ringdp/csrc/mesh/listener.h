@@ -1,5 +1,5 @@
-// Door: this rank's listeners. It accepts a bounded number of connections at a time, detects a shortage of
-// descriptors, counts refused connections, and logs at most a line a second. Owned by an Acceptor, used by its thread.
+// Listener: this rank's listeners. It accepts a bounded number of connections at a time, detects a shortage of
+// descriptors, counts refused connections, and logs at most a line a second. Owned by an Accepting, used by its thread.
 #pragma once
 
 #include <poll.h>
@@ -16,7 +16,7 @@
 
 namespace ringdp {
 
-class Door {
+class Listener {
  public:
   void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
   bool listening() const { return !listeners_.empty(); }

@@ -1,4 +1,4 @@
-// MadeConnections: the established connections of a Connector, which it watches until they are taken. One that ends is
+// Established: the established connections of a Connector, which it watches until they are taken. One that ends is
 // dialled again, with a higher number (HandshakeFields::number): of two connections of a pair the one with the higher
 // number is used, on both sides, until a channel is made of it (`fix`). A pair that is far apart has further ones
 // (ExtraStreams), and is connected when all are established. Owned by the Connector, used by its thread; owns the
@@ -20,7 +20,7 @@
 
 namespace ringdp {
 
-class MadeConnections {
+class Established {
  public:
   struct Connected {
     int peer = -1;
@@ -32,7 +32,7 @@ class MadeConnections {
     GivenUp given_up;  // the reason, if the peer sent one before it left
   };
 
-  MadeConnections(int world, ExtraStreams streams);
+  Established(int world, ExtraStreams streams);
 
   ExtraStreams& streams() { return streams_; }
   const ExtraStreams& streams() const { return streams_; }
@@ -56,7 +56,7 @@ class MadeConnections {
   void watch(std::span<const pollfd> polled);                          // which begins with those of `poll_for`
   std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // without a reason
   const std::optional<Lost>& lost() const { return lost_; }
-  void tell(const GivenUp& why);  // sends it to the peers whose connections were not taken
+  void notify(const GivenUp& why);  // sends it to the peers whose connections were not taken
 
  private:
   struct Peer {
@@ -78,6 +78,6 @@ class MadeConnections {
 };
 
 // The first problem, if any, of the sockets of these pairs: see transport/congestion.h.
-std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting);
+std::string ask_for_congestion(const std::vector<Established::Connected>& connected, const std::string& setting);
 
 }  // namespace ringdp
