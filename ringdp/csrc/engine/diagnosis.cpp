@@ -124,8 +124,9 @@ struct Diagnosis::State {
                              ",\"pid\":" + std::to_string(self.pid) + ",\"host\":" + json_text(self.host) + "}\n");
     if (error != 0) return complain(file, error);
     if (!SignalBell::handles_user_signal())
-      notices.post(LogLevel::kInfo,
-                   "SIGUSR1 has a handler of the script's, which ringdp keeps: for a dump use python -m ringdp dump PID");
+      notices.post(
+          LogLevel::kInfo,
+          "SIGUSR1 has a handler of the script's, which ringdp keeps: for a dump use python -m ringdp dump PID");
   }
 };
 
