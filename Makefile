@@ -27,7 +27,7 @@ RELEASES = 2.11.0 2.15.0
 RELEASE_TESTS = tests/contract/test_collectives_torch.py tests/contract/test_operations_torch.py \
   tests/unit/test_ddp_arguments.py tests/unit/test_stubs.py tests/train/test_parallel_construction.py \
   tests/train/test_ddp_parity.py
-CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
+CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh' '*.inc' '*.def'
 
 .PHONY: build wheel compile-each test test-ci test-nightly test-slow test-all test-fake-gpu test-releases test-integrations train lint format stubs docs clean distclean python
 

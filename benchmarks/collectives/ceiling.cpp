@@ -1,10 +1,11 @@
-// The measured ceiling of an all-reduce on one host: float32 sums through shared memory, written for nothing but speed and
-// compiled when the benchmark runs. No errors, no fairness, no progress beside it, a rank that dies hangs the others: what a
-// library can be held against, not what one could be. ceiling.py loads it.
+// The measured ceiling of an all-reduce on one host: float32 sums through shared memory, written for nothing but speed
+// and compiled when the benchmark runs. No errors, no fairness, no progress beside it, a rank that dies hangs the
+// others: what a library can be held against, not what one could be. ceiling.py loads it.
 //
-// Tensors are private. A rank copies its block into one of its slots in shared memory, which stay in the cache, and the
-// others add straight out of it. Two ranks, and small buffers: everybody adds everybody's blocks (fold). More: each rank adds
-// one piece of a block and the others copy the result (reduce-scatter and all-gather). Several blocks are under way at once.
+// Tensors are private. A rank copies its block into one of its slots in shared memory, which stay in the cache, and
+// the others add straight out of it. Two ranks, and small buffers: everybody adds everybody's blocks (fold). More:
+// each rank adds one piece of a block and the others copy the result (reduce-scatter and all-gather). Several blocks
+// are under way at once.
 #include <sched.h>
 
 #include <algorithm>

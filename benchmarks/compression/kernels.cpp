@@ -1,5 +1,5 @@
-// Passes of the codecs and of memcpy over buffers that no cache holds, timed one by one. kernels.py compiles it with the
-// codecs' own sources and flags, and calls it through ctypes. One thread.
+// Passes of the codecs and of memcpy over buffers that no cache holds, timed one by one. kernels.py compiles it with
+// the codecs' own sources and flags, and calls it through ctypes. One thread.
 #include "kernels/kernels.h"
 
 #include <chrono>

@@ -1,11 +1,11 @@
-// A long line in user space: a TUN device in each of several network namespaces, and between them a rate, a delay, a loss and a queue for
-// each sender. Compiled and started by long_line.py.
+// A long line in user space: a TUN device in each of several network namespaces, and between them a rate, a delay, a
+// loss and a queue for each sender. Compiled and started by long_line.py.
 //
 //   long_line DEVICE RATE_BIT DELAY_US LOSS_PERCENT QUEUE_US NAT_MASK NAMESPACE:ADDRESS…
 //
-// Bit i of NAT_MASK: host i takes no connections from outside, as behind a NAT. Prints "ready" once all devices are there, forwards IPv4
-// until its input ends. Without loss the kernel hands over up to 64 KiB at once, as to a network card, and many packets cost what one
-// costs; with loss each packet comes by itself.
+// Bit i of NAT_MASK: host i takes no connections from outside, as behind a NAT. Prints "ready" once all devices are
+// there, forwards IPv4 until its input ends. Without loss the kernel hands over up to 64 KiB at once, as to a network
+// card, and many packets cost what one costs; with loss each packet comes by itself.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/if.h>

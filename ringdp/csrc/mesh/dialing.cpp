@@ -1,4 +1,4 @@
-#include "mesh/dialler.h"
+#include "mesh/dialing.h"
 
 #include <algorithm>
 #include <utility>
@@ -11,7 +11,7 @@ constexpr auto kKnockAgain = std::chrono::seconds(1);
 
 }  // namespace
 
-Dialler::Dialler(HandshakeSelf self, const std::vector<char>& wanted)
+Dialing::Dialing(HandshakeSelf self, const std::vector<char>& wanted)
     : self_(std::move(self)),
       aims_(wanted.size(), Aim::kNone),
       numbers_(wanted.size(), 1),
@@ -23,7 +23,7 @@ Dialler::Dialler(HandshakeSelf self, const std::vector<char>& wanted)
     if (peer != self_.rank() && wanted[peer] != 0) aims_[peer] = Aim::kConnect;
 }
 
-void Dialler::set_route(int peer, Candidates candidates, bool probe) {
+void Dialing::set_route(int peer, Candidates candidates, bool probe) {
   const auto now = Clock::now();
   const bool lower = peer < self_.rank();
   const auto begin = lower ? now : now + kProbeAfter;
@@ -33,27 +33,27 @@ void Dialler::set_route(int peer, Candidates candidates, bool probe) {
   if (lower || probe) probe_from_[peer] = ended ? Clock::time_point::min() : begin;
 }
 
-void Dialler::want(int peer) {
+void Dialing::want(int peer) {
   if (wants(peer) || peer == self_.rank()) return;
   if (aims_[peer] == Aim::kNone) routes_[peer].restart(Clock::now());
   aims_[peer] = Aim::kConnect;
   probe_from_[peer] = Clock::time_point::min();
 }
 
-void Dialler::check(int peer) {
+void Dialing::check(int peer) {
   if (aims_[peer] != Aim::kNone || peer >= self_.rank()) return;
   aims_[peer] = Aim::kCheck;
   routes_[peer].restart(Clock::now());
 }
 
-void Dialler::forget(int peer) {
+void Dialing::forget(int peer) {
   aims_[peer] = Aim::kNone;
   large_[peer].clear();
   for (HandshakeAttempt& it : attempts_)
     if (it.facts().peer == peer) it.close();
 }
 
-void Dialler::again(int peer) {
+void Dialing::again(int peer) {
   ++numbers_[peer];
   for (HandshakeAttempt& it : attempts_)
     if (it.facts().peer == peer) it.close();
@@ -61,7 +61,7 @@ void Dialler::again(int peer) {
   if (probe_from_[peer] != Clock::time_point::max()) probe_from_[peer] = Clock::time_point::min();
 }
 
-void Dialler::step(std::span<const pollfd> polled, MadeConnections& made) {
+void Dialing::step(std::span<const pollfd> polled, Established& made) {
   std::size_t index = 0;
   for (HandshakeAttempt& it : attempts_) {
     if (polled[index++].revents != 0) move_on(it, made);
@@ -70,7 +70,7 @@ void Dialler::step(std::span<const pollfd> polled, MadeConnections& made) {
   }
 }
 
-void Dialler::move_on(HandshakeAttempt& attempt, MadeConnections& made) {
+void Dialing::move_on(HandshakeAttempt& attempt, Established& made) {
   switch (attempt.advance(self_)) {
     case HandshakeAttempt::Event::kConnected:
       return on_connected(attempt);
@@ -82,7 +82,7 @@ void Dialler::move_on(HandshakeAttempt& attempt, MadeConnections& made) {
   }
 }
 
-void Dialler::on_connected(HandshakeAttempt& attempt) {
+void Dialing::on_connected(HandshakeAttempt& attempt) {
   const HandshakeAttempt::Facts& facts = attempt.facts();
   Route& route = routes_[facts.peer];
   if (facts.probe) {
@@ -93,7 +93,7 @@ void Dialler::on_connected(HandshakeAttempt& attempt) {
   attempt.greet(self_);
 }
 
-void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) {
+void Dialing::on_proven(HandshakeAttempt& attempt, const Established& made) {
   const HandshakeAttempt::Facts& facts = attempt.facts();
   if (checks(facts.peer)) {
     aims_[facts.peer] = Aim::kNone;  // it can be reached
@@ -111,10 +111,11 @@ void Dialler::on_proven(HandshakeAttempt& attempt, const MadeConnections& made) 
                             : !made.streams().lacks(facts.peer, facts.stream);
   if (better) return attempt.fail("");  // one confirm per peer: the other side may believe it
   attempt.confirm(self_, first ? made.streams().wanted(facts.peer, attempt.fd()) : facts.streams);
-  if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];  // it may have arrived
+  // the confirm may have arrived
+  if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];
 }
 
-void Dialler::note_failure(HandshakeAttempt& attempt, MadeConnections& made) {
+void Dialing::note_failure(HandshakeAttempt& attempt, Established& made) {
   const auto failure = attempt.take_failure();
   if (!failure) return;
   const HandshakeAttempt::Facts& facts = attempt.facts();
@@ -125,7 +126,7 @@ void Dialler::note_failure(HandshakeAttempt& attempt, MadeConnections& made) {
     routes_[facts.peer].failed(facts.candidate, failure->why, failure->refused, failure->final, Clock::now());
 }
 
-void Dialler::collect(MadeConnections& made) {
+void Dialing::collect(Established& made) {
   made.collect(attempts_);
   attempts_.remove_if([&](const HandshakeAttempt& it) {
     const int peer = it.facts().peer, stream = it.facts().stream;
@@ -135,7 +136,7 @@ void Dialler::collect(MadeConnections& made) {
   for (int peer = 0; peer < self_.world(); ++peer) dial_due(peer, made);
 }
 
-void Dialler::dial_due(int peer, MadeConnections& made) {
+void Dialing::dial_due(int peer, Established& made) {
   const auto now = Clock::now();
   ExtraStreams& streams = made.streams();
   while (auto stream = streams.due(peer, now))
@@ -158,7 +159,7 @@ void Dialler::dial_due(int peer, MadeConnections& made) {
   }
 }
 
-void Dialler::dial(HandshakeAttempt::Facts facts, MadeConnections& made) {
+void Dialing::dial(HandshakeAttempt::Facts facts, Established& made) {
   HandshakeAttempt attempt(std::move(facts));
   note_failure(attempt, made);
   if (!attempt.over()) attempts_.push_back(std::move(attempt));

@@ -1,4 +1,4 @@
-#include "mesh/acceptor.h"
+#include "mesh/accepting.h"
 
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 namespace ringdp {
 namespace {
 
-// Connections that have not proved anything yet; one per rank in larger jobs, fewer where descriptors are few.
+// Connections that are not authenticated yet; one per rank in larger jobs, fewer where descriptors are few.
 constexpr int kMaxStrangers = 64;
 constexpr int kMaxUnconfirmed = 4;  // of one rank: more are a replay of its hello
 
@@ -16,41 +16,42 @@ bool is_stranger(const HandshakeAttempt& it) { return it.stage() == HandshakeAtt
 
 }  // namespace
 
-Acceptor::Acceptor(HandshakeSelf self)
+Accepting::Accepting(HandshakeSelf self)
     : self_(std::move(self)), problems_(self_.mine.world), met_(self_.mine.world), large_(self_.mine.world) {}
 
-bool Acceptor::answers(int peer) const {
+bool Accepting::answers(int peer) const {
   return std::any_of(attempts_.begin(), attempts_.end(),
                      [&](const HandshakeAttempt& it) { return it.facts().peer == peer; });
 }
 
-void Acceptor::poll_for(std::vector<pollfd>& polled) const {
-  door_.poll_for(polled);
+void Accepting::poll_for(std::vector<pollfd>& polled) const {
+  listener_.poll_for(polled);
   ringdp::poll_for(attempts_, polled);
 }
 
-void Acceptor::step(std::span<const pollfd> polled, const MadeConnections& made) {
-  std::size_t index = door_.size();
+void Accepting::step(std::span<const pollfd> polled, const Established& made) {
+  std::size_t index = listener_.size();
   for (HandshakeAttempt& it : attempts_) {
     if (polled[index++].revents != 0) move_on(it, made);
     it.expire(self_);
     note_failure(it);
   }
-  for (std::size_t i = 0; i < door_.size(); ++i)
+  for (std::size_t i = 0; i < listener_.size(); ++i)
     if (polled[i].revents != 0)
-      door_.let_in(i, [&](Fd socket, const SocketAddress& from) { let_in(std::move(socket), from, made); });
+      listener_.let_in(i, [&](Fd socket, const SocketAddress& from) { let_in(std::move(socket), from, made); });
 }
 
-void Acceptor::let_in(Fd socket, const SocketAddress& from, const MadeConnections& made) {
+void Accepting::let_in(Fd socket, const SocketAddress& from, const Established& made) {
   const int descriptor = socket.get();
   HandshakeAttempt& attempt = attempts_.emplace_back(std::move(socket), from);
-  move_on(attempt, made);  // one of ours has spoken by now
+  move_on(attempt, made);  // a rank of this job has sent its hello by now
   note_failure(attempt);
   evict_strangers(descriptor);
 }
 
-// When the table is full the oldest attempt goes, not the newest: a rank of this job speaks at once, and dials again.
-void Acceptor::evict_strangers(int newest) {
+// When the table is full the oldest attempt is closed, not the newest: a rank of this job sends its hello at once, and
+// dials again.
+void Accepting::evict_strangers(int newest) {
   auto strangers = static_cast<std::size_t>(std::count_if(attempts_.begin(), attempts_.end(), is_stranger));
   const auto most = static_cast<std::size_t>(std::max(kMaxStrangers, self_.world()));
   for (const std::size_t room = most_strangers(most, newest, strangers); strangers > room; --strangers) {
@@ -58,11 +59,11 @@ void Acceptor::evict_strangers(int newest) {
     oldest.fail("others waited");
     note_failure(oldest);
   }
-  // Not by `collect` alone: a flood would hold a descriptor for each until the step ends.
+  // Closed here, not only in `collect`: otherwise a flood would hold a descriptor for each until the step ends.
   attempts_.remove_if([](const HandshakeAttempt& it) { return it.stage() == HandshakeAttempt::Stage::kClosed; });
 }
 
-void Acceptor::collect(MadeConnections& made) {
+void Accepting::collect(Established& made) {
   made.collect(attempts_);
   attempts_.remove_if([](const HandshakeAttempt& it) {
     // A further connection of a pair waits for the first one.
@@ -71,17 +72,17 @@ void Acceptor::collect(MadeConnections& made) {
   });
 }
 
-void Acceptor::forget(int peer) {
+void Accepting::forget(int peer) {
   large_[peer].clear();
   for (HandshakeAttempt& it : attempts_)
     if (it.facts().peer == peer) it.close();
 }
 
-void Acceptor::move_on(HandshakeAttempt& attempt, const MadeConnections& made) {
+void Accepting::move_on(HandshakeAttempt& attempt, const Established& made) {
   if (attempt.advance(self_) == HandshakeAttempt::Event::kHello) on_hello(attempt, made);
 }
 
-void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) {
+void Accepting::on_hello(HandshakeAttempt& attempt, const Established& made) {
   const HandshakeFields& hello = attempt.facts().hello;
   if (hello.type == HandshakeType::kKnock) {
     on_knock(hello);
@@ -100,8 +101,9 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
     if (!made.same_process(peer, hello.nonce)) return refuse(attempt, Refusal::kDuplicate);
     const bool another = made.wanting(peer, hello.number);
     const bool further = hello.number == made.number(peer) && made.streams().lacks(peer, hello.stream);
-    const bool hears = made.fixed(peer) && hello.stream == 0 && self_.mine.met != 0;  // by the reply that all have met
-    if (!another && !further && !hears) return attempt.close();
+    // the reply says that all are connected
+    const bool tells_all_met = made.fixed(peer) && hello.stream == 0 && self_.mine.met != 0;
+    if (!another && !further && !tells_all_met) return attempt.close();
   }
   const auto unconfirmed = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {
     return it.facts().peer == peer && it.facts().stream == hello.stream &&
@@ -111,7 +113,7 @@ void Acceptor::on_hello(HandshakeAttempt& attempt, const MadeConnections& made) 
   attempt.reply(self_);
 }
 
-void Acceptor::on_knock(const HandshakeFields& knock) {
+void Accepting::on_knock(const HandshakeFields& knock) {
   const int peer = static_cast<int>(knock.from);
   if (judge_hello(knock, self_.mine) != Refusal::kNone || peer >= self_.rank()) return;
   if (knock.purpose != Purpose::kResume) return knocks_.push_back(peer);
@@ -119,20 +121,20 @@ void Acceptor::on_knock(const HandshakeFields& knock) {
   resumptions_.push_back({.peer = peer, .number = knock.number});
 }
 
-void Acceptor::refuse(HandshakeAttempt& attempt, Refusal verdict) {
+void Accepting::refuse(HandshakeAttempt& attempt, Refusal verdict) {
   const HandshakeFields& hello = attempt.facts().hello;
   const std::string reason = refusal_text(verdict, hello, self_.mine);
-  door_.report("refused a connection from " + attempt.facts().address.text() + ": " + reason);
+  listener_.report("refused a connection from " + attempt.facts().address.text() + ": " + reason);
   attempt.refuse(self_, verdict);
   if (verdict != Refusal::kDuplicate && hello.from < self_.mine.world) problems_[hello.from] = reason;
 }
 
-void Acceptor::note_failure(HandshakeAttempt& attempt) {
+void Accepting::note_failure(HandshakeAttempt& attempt) {
   const auto failure = attempt.take_failure();
   if (!failure) return;
   const int peer = attempt.facts().peer;
   if (peer < 0) {
-    if (!failure->why.empty()) door_.turned_away();
+    if (!failure->why.empty()) listener_.turned_away();
     return;
   }
   if (!failure->large.empty()) large_[peer] = failure->large;

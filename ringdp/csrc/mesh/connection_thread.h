@@ -1,10 +1,11 @@
-// LateConnections: makes the connections of a large job that were not made when the ranks met: those that this rank needs,
-// and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other hosts can be
-// reached, so that a broken path is known before it is needed. In a job of any size it makes those again that have broken.
+// ConnectionThread: makes the connections of a large job that were not made at the rendezvous: those that this rank
+// needs, and those that others need with it. It also checks once, a few at a time, whether the lower ranks of other
+// hosts can be reached, so that a broken path is known before it is needed. In a job of any size it replaces
+// connections that break.
 //
-// Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start` on,
-// which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and never asks the store.
-// A process without that thread (a forked child) must only destroy it.
+// Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start`
+// on, which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and does
+// not use the store. A process without that thread (a forked child) must only destroy it.
 #pragma once
 
 #include <functional>
@@ -25,7 +26,7 @@
 
 namespace ringdp {
 
-class LateConnections {
+class ConnectionThread {
  public:
   struct Start {
     int rank = 0;
@@ -34,15 +35,15 @@ class LateConnections {
     std::vector<PeerInfo> peers;
     std::vector<char> elsewhere;  // per rank: in another network namespace or on another host
     std::string congestion;       // as of the connections of the start
-    bool all_connected = false;   // from the start: only what breaks is connected again
+    bool all_connected = false;   // from the start: only broken connections are replaced
     bool checksums = false;       // of the connections over transports that have them
   };
   struct Events {
     std::function<void(int peer, std::unique_ptr<Channel> channel, bool checksums)> connected;
-    // `gone`: nothing listens at its address any more: it has ended, in good order or not.
+    // `gone`: nothing listens at its address any more: its process has ended, in good order or not.
     std::function<void(int peer, const Error& error, bool gone)> failed;
     std::function<void(LogLevel level, const std::string& line)> notice;
-    // Of connections that have broken, see Redialler; they are made again for so long. 0: not at all.
+    // For broken connections, see Redialler. `heal_ms`: how long it tries to replace one; 0: not at all.
     int64_t heal_ms = 0;
     std::function<bool(int peer)> hold = {};
     std::function<std::optional<uint64_t>(int peer)> settle = {};
@@ -51,15 +52,15 @@ class LateConnections {
     std::function<void(int peer, const std::string& why)> not_healed = {};
   };
 
-  explicit LateConnections(Start start);
-  ~LateConnections();
-  LateConnections(const LateConnections&) = delete;
-  LateConnections& operator=(const LateConnections&) = delete;
+  explicit ConnectionThread(Start start);
+  ~ConnectionThread();
+  ConnectionThread(const ConnectionThread&) = delete;
+  ConnectionThread& operator=(const ConnectionThread&) = delete;
 
   void start(Events events);                                    // once
   void want(int peer);                                          // no more than once counts
-  void heal(int peer, bool broken);                             // as Redialler has it
-  bool all_connected() const { return state_->all_connected; }  // before `start`: when the ranks met
+  void heal(int peer, bool broken);                             // see Redialler
+  bool all_connected() const { return state_->all_connected; }  // before `start`: at the rendezvous
   void stop();                                                  // idempotent; no event comes after it
 
  private:
@@ -70,9 +71,9 @@ class LateConnections {
   void start_redialler();
   void start_checks(Clock::time_point now);
   void hand_over();
-  void look_for_trouble();
-  void fail(const Connector::Trouble& trouble);
-  Error explain(const Connector::Trouble& trouble) const;
+  void look_for_failures();
+  void fail(const Connector::Failure& failure);
+  Error explain(const Connector::Failure& failure) const;
   Error error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const;
 
   std::optional<Start> state_;  // until it is stopped
@@ -84,9 +85,9 @@ class LateConnections {
   const unsigned generation_ = fork_generation();
   std::unique_ptr<std::thread> thread_;
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   std::vector<int> wishes_;
-  std::vector<std::pair<int, bool>> broken_;  // peer, and whether its connection is
+  std::vector<std::pair<int, bool>> broken_;  // peer, and whether its connection has broken
   bool stopping_ = false;
 };
 

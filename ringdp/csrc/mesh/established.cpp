@@ -1,4 +1,4 @@
-#include "mesh/made_connections.h"
+#include "mesh/established.h"
 
 #include <sys/socket.h>
 
@@ -13,8 +13,8 @@
 namespace ringdp {
 namespace {
 
-// What a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
-std::optional<GivenUp> last_words(int socket) {
+// Reads what a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
+std::optional<GivenUp> last_messages(int socket) {
   std::array<std::byte, 8 * kSharedMessageBytes> read{};
   const ssize_t got = recv(socket, read.data(), read.size(), MSG_DONTWAIT);
   if (got < static_cast<ssize_t>(kSharedMessageBytes)) return std::nullopt;
@@ -26,15 +26,15 @@ std::optional<GivenUp> last_words(int socket) {
 
 }  // namespace
 
-MadeConnections::MadeConnections(int world, ExtraStreams streams)
+Established::Established(int world, ExtraStreams streams)
     : streams_(std::move(streams)), peers_(static_cast<std::size_t>(world)) {}
 
-bool MadeConnections::same_process(int peer, const Nonce& nonce) const {
+bool Established::same_process(int peer, const Nonce& nonce) const {
   const HandshakeSelf::Instance& instance = peers_[peer].instance;
   return instance == HandshakeSelf::Instance{} || std::equal(instance.begin(), instance.end(), nonce.begin());
 }
 
-void MadeConnections::collect(HandshakeAttempts& attempts) {
+void Established::collect(HandshakeAttempts& attempts) {
   for (HandshakeAttempt& it : attempts) {
     const HandshakeAttempt::Facts& facts = it.facts();
     if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || !wanting(facts.peer, facts.number))
@@ -60,7 +60,7 @@ void MadeConnections::collect(HandshakeAttempts& attempts) {
   }
 }
 
-std::vector<MadeConnections::Connected> MadeConnections::take() {
+std::vector<Established::Connected> Established::take() {
   std::vector<Connected> out;
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     const int peer = static_cast<int>(i);
@@ -71,7 +71,7 @@ std::vector<MadeConnections::Connected> MadeConnections::take() {
   return out;
 }
 
-void MadeConnections::forget(int peer) {
+void Established::forget(int peer) {
   if (!streams_.complete(peer)) {
     peers_[peer].socket.reset();
     peers_[peer].watched = false;
@@ -80,7 +80,7 @@ void MadeConnections::forget(int peer) {
   if (lost_ && lost_->peer == peer) lost_.reset();
 }
 
-void MadeConnections::poll_for(std::vector<pollfd>& polled) const {
+void Established::poll_for(std::vector<pollfd>& polled) const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     if (!peers_[peer].watched) continue;
     polled.push_back({peers_[peer].socket.get(), POLLRDHUP, 0});
@@ -88,36 +88,36 @@ void MadeConnections::poll_for(std::vector<pollfd>& polled) const {
   }
 }
 
-void MadeConnections::watch(std::span<const pollfd> polled) {
+void Established::watch(std::span<const pollfd> polled) {
   std::size_t index = 0;
   for (std::size_t peer = 0; peer < peers_.size(); ++peer) {
     if (!peers_[peer].watched) continue;
-    bool ended = false;  // one of several ends all
+    bool ended = false;  // the end of one stream ends all of the pair
     for (std::size_t left = 1 + streams_.sockets(static_cast<int>(peer)).size(); left > 0; --left)
       ended |= polled[index++].revents != 0;
     if (ended) note_end(static_cast<int>(peer));
   }
 }
 
-void MadeConnections::lose(int peer) {
+void Established::lose(int peer) {
   Peer& it = peers_[peer];
   it.joined = it.watched = false;
   it.socket.reset();
   streams_.restart(peer);
 }
 
-void MadeConnections::fix(int peer) {
+void Established::fix(int peer) {
   Peer& it = peers_[peer];
   it.joined = it.fixed = true;
   it.watched = false;
   it.socket.reset();
 }
 
-// No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the store, or
-// the network has ended the connection. Which, others find out; this one is made again.
-void MadeConnections::note_end(int peer) {
+// No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the
+// store, or the network has ended the connection. Other parts find out which; this one dials again.
+void Established::note_end(int peer) {
   const int socket = peers_[peer].socket.get();
-  auto why = last_words(socket);
+  auto why = last_messages(socket);
   if (!why) {
     ended_.push_back(peer);
     return lose(peer);
@@ -126,19 +126,19 @@ void MadeConnections::note_end(int peer) {
   if (!lost_) lost_ = Lost{.peer = peer, .given_up = std::move(*why)};
 }
 
-void MadeConnections::tell(const GivenUp& why) {
+void Established::notify(const GivenUp& why) {
   for (const Peer& it : peers_)
     if (it.socket)
-      send_shared_message(it.socket.get(), why.message());  // where that fails, the end of the connection says it
+      send_shared_message(it.socket.get(), why.message());  // if that fails, the peer sees the end of the connection
 }
 
-std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting) {
+std::string ask_for_congestion(const std::vector<Established::Connected>& connected, const std::string& setting) {
   std::string problem;
   const auto ask = [&](const Fd& socket) {
     std::string text = ask_for_congestion(socket.get(), setting);
     if (problem.empty()) problem = std::move(text);
   };
-  for (const MadeConnections::Connected& it : connected) {
+  for (const Established::Connected& it : connected) {
     ask(it.socket);
     for (const Fd& socket : it.more) ask(socket);
   }

@@ -1,4 +1,4 @@
-#include "mesh/late_connections.h"
+#include "mesh/connection_thread.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kBusyMs = 30;         // while something is under way: a dial may be due
 constexpr int kRedialMs = 5;        // while a connection is made again
-constexpr int kIdleMs = 60'000;     // a wish, or a rank that connects, ends it earlier
-constexpr int kChecksTogether = 8;  // that are under way at a time
+constexpr int kIdleMs = 60'000;     // a call of `want`, or a rank that connects, ends it earlier
+constexpr int kChecksTogether = 8;  // at a time
 constexpr auto kCheckEvery = std::chrono::milliseconds(10);
 
 void ring(const Fd& bell) {
@@ -25,14 +25,14 @@ void ring(const Fd& bell) {
 
 }  // namespace
 
-LateConnections::LateConnections(Start start)
+ConnectionThread::ConnectionThread(Start start)
     : state_(std::move(start)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!wakeup_) throw_system("eventfd", errno);
   for (int peer = 0; peer < state_->rank; ++peer)
     if (state_->elsewhere[peer] != 0 && !state_->connector.connected(peer)) unchecked_.push_back(peer);
 }
 
-LateConnections::~LateConnections() {
+ConnectionThread::~ConnectionThread() {
   if (fork_generation() == generation_) {
     stop();
     return;
@@ -40,19 +40,19 @@ LateConnections::~LateConnections() {
   [[maybe_unused]] auto* thread = thread_.release();  // it exists in the parent only
 }
 
-void LateConnections::start(Events events) {
+void ConnectionThread::start(Events events) {
   events_ = std::move(events);
   if (events_.heal_ms > 0) start_redialler();
   thread_ = start_thread("ringdp-conn", [this] { run(); });
 }
 
-void LateConnections::want(int peer) {
+void ConnectionThread::want(int peer) {
   std::lock_guard lock(mutex_);
   wishes_.push_back(peer);
   ring(wakeup_);
 }
 
-void LateConnections::start_redialler() {
+void ConnectionThread::start_redialler() {
   redialler_.emplace(state_->connector.knowledge(), events_.heal_ms,
                      Redialler::Events{.hold = events_.hold,
                                        .settle = events_.settle,
@@ -72,13 +72,13 @@ void LateConnections::start_redialler() {
                                        .not_healed = events_.not_healed});
 }
 
-void LateConnections::heal(int peer, bool broken) {
+void ConnectionThread::heal(int peer, bool broken) {
   std::lock_guard lock(mutex_);
   broken_.emplace_back(peer, broken);
   ring(wakeup_);
 }
 
-void LateConnections::stop() {
+void ConnectionThread::stop() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -92,19 +92,19 @@ void LateConnections::stop() {
   wakeup_.reset();
 }
 
-void LateConnections::run() {
+void ConnectionThread::run() {
   try {
     while (step()) {
     }
   } catch (const std::exception& error) {
     give_up(error.what());
   }
-  if (std::string text = state_->connector.door().turned_away_text(); !text.empty())
+  if (std::string text = state_->connector.listener().turned_away_text(); !text.empty())
     events_.notice(LogLevel::kWarning, text);
 }
 
 // False: it is to stop.
-bool LateConnections::step() {
+bool ConnectionThread::step() {
   if (!take_wishes()) return false;
   start_checks(Clock::now());
   bool busy = state_->connector.busy() || !unchecked_.empty();
@@ -114,7 +114,7 @@ bool LateConnections::step() {
   if (redialler_ && redialler_->busy()) wait_ms = std::min(wait_ms, kRedialMs);
   state_->connector.step(wait_ms, also);
   std::vector<Connector::Connected> connected = state_->connector.take();
-  ask_for_congestion(connected, state_->congestion);  // what is wrong was said at the start
+  ask_for_congestion(connected, state_->congestion);  // result ignored: a failure was logged at the start
   for (Connector::Connected& it : connected)
     state_->sharing.reconnect(it.peer, std::move(it.socket), std::move(it.more));
   state_->sharing.step(0);
@@ -124,13 +124,13 @@ bool LateConnections::step() {
     if (redialler_) redialler_->take(std::move(it));
   if (redialler_) redialler_->step();
   hand_over();
-  look_for_trouble();
-  if (std::string text = state_->connector.door().shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
+  look_for_failures();
+  if (std::string text = state_->connector.listener().shortage(); !text.empty()) throw Error(ErrorKind::kSystem, text);
   return true;
 }
 
-// No more connections: a later `want` gets the reason.
-void LateConnections::give_up(const std::string& why) {
+// Makes no more connections: a later `want` fails with the reason.
+void ConnectionThread::give_up(const std::string& why) {
   events_.notice(LogLevel::kError, "rank " + std::to_string(state_->rank) + " makes no more connections: " + why);
   for (const PeerInfo& peer : state_->peers) {
     if (peer.rank == state_->rank) continue;
@@ -141,9 +141,9 @@ void LateConnections::give_up(const std::string& why) {
   }
 }
 
-// False: it is to stop. That is one of the things the bell rings for, so it is looked at with the bell, not before: else a stop in
-// between would be heard after the next sleep only.
-bool LateConnections::take_wishes() {
+// False: this thread must stop. `stop` writes to wakeup_, so it is checked after wakeup_ is read, not before:
+// otherwise a stop in between would be noticed only after the next sleep.
+bool ConnectionThread::take_wishes() {
   std::vector<int> wishes;
   std::vector<std::pair<int, bool>> broken;
   {
@@ -160,7 +160,7 @@ bool LateConnections::take_wishes() {
   return true;
 }
 
-void LateConnections::start_checks(Clock::time_point now) {
+void ConnectionThread::start_checks(Clock::time_point now) {
   if (unchecked_.empty() || now < check_after_) return;
   int under_way = 0;
   for (int peer = 0; peer < state_->rank; ++peer) under_way += state_->connector.checking(peer) ? 1 : 0;
@@ -170,8 +170,8 @@ void LateConnections::start_checks(Clock::time_point now) {
   unchecked_.pop_back();
 }
 
-void LateConnections::hand_over() {
-  for (int peer : state_->sharing.settled_now()) {
+void ConnectionThread::hand_over() {
+  for (int peer : state_->sharing.decided_now()) {
     const std::string problem = state_->sharing.problem(peer);
     const TransportChoice& choice = state_->sharing.plan().transports[peer];
     if (!problem.empty() && choice.required) {
@@ -195,31 +195,32 @@ void LateConnections::hand_over() {
   }
 }
 
-void LateConnections::look_for_trouble() {
-  while (auto trouble = state_->connector.trouble()) fail(*trouble);
-  while (const auto& found = state_->sharing.trouble()) {
-    Connector::Trouble trouble{.peer = found->peer, .lost = found->lost, .text = found->text};
-    fail(trouble);
+void ConnectionThread::look_for_failures() {
+  while (auto failure = state_->connector.failure()) fail(*failure);
+  while (const auto& found = state_->sharing.failure()) {
+    Connector::Failure failure{.peer = found->peer, .lost = found->lost, .text = found->text};
+    fail(failure);
   }
 }
 
-// A rank that leaves in good order stops listening and closes half-made connections: not a failure unless one is needed.
-void LateConnections::fail(const Connector::Trouble& trouble) {
-  const bool only_checked = state_->connector.checking(trouble.peer);
-  const Error error = explain(trouble);
-  state_->connector.forget(trouble.peer);
-  state_->sharing.forget(trouble.peer);
-  const bool gone = trouble.refused || trouble.lost;
-  if (!only_checked || !gone) events_.failed(trouble.peer, error, gone);
+// A rank that leaves in good order stops listening and closes unfinished connections: a failure only if one is needed.
+void ConnectionThread::fail(const Connector::Failure& failure) {
+  const bool only_checked = state_->connector.checking(failure.peer);
+  const Error error = explain(failure);
+  state_->connector.forget(failure.peer);
+  state_->sharing.forget(failure.peer);
+  const bool gone = failure.refused || failure.lost;
+  if (!only_checked || !gone) events_.failed(failure.peer, error, gone);
 }
 
-Error LateConnections::explain(const Connector::Trouble& trouble) const {
-  UnreachableText text = unreachable_text(state_->peers[state_->rank], state_->peers[trouble.peer], trouble,
+Error ConnectionThread::explain(const Connector::Failure& failure) const {
+  UnreachableText text = unreachable_text(state_->peers[state_->rank], state_->peers[failure.peer], failure,
                                           "while they were being connected");
-  return error_of(trouble.peer, text.kind, text.story, text.advice);
+  return error_of(failure.peer, text.kind, text.text, text.advice);
 }
 
-Error LateConnections::error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const {
+Error ConnectionThread::error_of(int peer, ErrorKind kind, const std::string& message,
+                                 const std::string& advice) const {
   ErrorContext context;
   state_->peers[state_->rank].fill_self(context);
   state_->peers[peer].fill_peer(context);

@@ -1,6 +1,5 @@
-// Door: where others connect to this rank. It lets a bounded number in at a time, notices when descriptors are short, counts those that
-// were turned away, and reports no more than a line a second, whatever knocks.
-// Owned by an Acceptor, used by its thread.
+// Listener: this rank's listeners. It accepts a bounded number of connections at a time, detects a shortage of
+// descriptors, counts refused connections, and logs at most a line a second. Owned by an Accepting, used by its thread.
 #pragma once
 
 #include <poll.h>
@@ -17,7 +16,7 @@
 
 namespace ringdp {
 
-class Door {
+class Listener {
  public:
   void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
   bool listening() const { return !listeners_.empty(); }
@@ -25,7 +24,7 @@ class Door {
   bool paused() const { return Clock::now() < accept_after_; }  // for want of descriptors
 
   void poll_for(std::vector<pollfd>& polled) const;  // `size` of them
-  // Those that wait at the listener with that number, some of them, one after the other.
+  // Accepts up to kAcceptsPerStep connections of the listener with that number, one at a call.
   void let_in(std::size_t listener, const std::function<void(Fd, const SocketAddress&)>& each);
 
   // A text if no connection could be accepted for seconds, because descriptors are short; else empty.
@@ -36,7 +35,7 @@ class Door {
 
  private:
   std::vector<TcpListener> listeners_;
-  Clock::time_point accept_after_{};              // no descriptors are left: a pause
+  Clock::time_point accept_after_{};              // a pause, since descriptors have run out
   std::optional<Clock::time_point> short_since_;  // they have been short
   Clock::time_point short_last_{};
   std::string short_of_;

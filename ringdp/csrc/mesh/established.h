@@ -1,8 +1,8 @@
-// MadeConnections: the connections of a Connector that are made. It watches them until they are taken. One that ends is made
-// again, under a higher number (HandshakeFields::number): of two connections of a pair the one with the higher number
-// counts, on both sides, until a channel is made of it (`fix`). A pair that is far apart has further ones
-// (ExtraStreams), and is connected when all are made.
-// Owned by the Connector, used by its thread; owns the sockets until they are taken.
+// Established: the established connections of a Connector, which it watches until they are taken. One that ends is
+// dialled again, with a higher number (HandshakeFields::number): of two connections of a pair the one with the higher
+// number is used, on both sides, until a channel is made of it (`fix`). A pair that is far apart has further ones
+// (ExtraStreams), and is connected when all are established. Owned by the Connector, used by its thread; owns the
+// sockets until they are taken.
 #pragma once
 
 #include <poll.h>
@@ -20,7 +20,7 @@
 
 namespace ringdp {
 
-class MadeConnections {
+class Established {
  public:
   struct Connected {
     int peer = -1;
@@ -29,34 +29,34 @@ class MadeConnections {
   };
   struct Lost {
     int peer = -1;
-    GivenUp given_up;  // it said why before it left
+    GivenUp given_up;  // the reason, if the peer sent one before it left
   };
 
-  MadeConnections(int world, ExtraStreams streams);
+  Established(int world, ExtraStreams streams);
 
   ExtraStreams& streams() { return streams_; }
   const ExtraStreams& streams() const { return streams_; }
   bool joined(int peer) const { return peers_[peer].joined; }  // its first one is made, and perhaps taken
   bool complete(int peer) const { return joined(peer) && streams_.complete(peer); }
-  // A connection with that number would take the place of what there is, or was.
+  // Whether a connection with that number would replace the present or last one.
   bool wanting(int peer, uint64_t number) const { return !peers_[peer].fixed && number > peers_[peer].number; }
   bool fixed(int peer) const { return peers_[peer].fixed; }
   uint64_t number(int peer) const { return peers_[peer].number; }  // 0: there was none
-  // Whether the hello with this nonce is of the process that has made the peer's first connection, if it has dialled one.
+  // Whether the hello with this nonce is from the process that dialled the peer's first connection, if one did.
   bool same_process(int peer, const Nonce& nonce) const;
   const SocketAddress& dialled(int peer) const { return peers_[peer].dialled; }  // of length 0 where the peer has
 
   void collect(HandshakeAttempts& attempts);  // those that are done; the others stay as they are
   std::vector<Connected> take();              // pairs that were not taken before
   void forget(int peer);                      // what is incomplete, and that it was lost
-  void lose(int peer);                        // its connection has ended, whoever has it
-  void fix(int peer);                         // a channel was made of it: no other takes its place here
+  void lose(int peer);                        // its connection has ended, here or after it was taken
+  void fix(int peer);                         // a channel was made of it: it is not replaced here any more
 
   void poll_for(std::vector<pollfd>& polled) const;
   void watch(std::span<const pollfd> polled);                          // which begins with those of `poll_for`
   std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // without a reason
   const std::optional<Lost>& lost() const { return lost_; }
-  void tell(const GivenUp& why);  // the peers whose connections were not taken
+  void notify(const GivenUp& why);  // sends it to the peers whose connections were not taken
 
  private:
   struct Peer {
@@ -78,6 +78,6 @@ class MadeConnections {
 };
 
 // The first problem, if any, of the sockets of these pairs: see transport/congestion.h.
-std::string ask_for_congestion(const std::vector<MadeConnections::Connected>& connected, const std::string& setting);
+std::string ask_for_congestion(const std::vector<Established::Connected>& connected, const std::string& setting);
 
 }  // namespace ringdp
