@@ -44,6 +44,8 @@ import step  # noqa: E402
 import strangers  # noqa: E402
 import time_to_loss  # noqa: E402
 import tune  # noqa: E402
+
+pytestmark = pytest.mark.nightly
 import unequal  # noqa: E402
 
 TOOLS = (

@@ -44,6 +44,8 @@ import session  # noqa: E402
 import step  # noqa: E402
 import tune  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(FOLDER / name), *options]
@@ -207,6 +209,7 @@ _RANKS = "ranks.run_commands([ranks.Command(['sleep', '60'], {}, str(i)) for i i
 _HANG = "diagnosis_hangs.run_case('stuck', 1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("body", [*(f"with {busy}: time.sleep(60)" for busy in _BUSY), _RANKS, _HANG])
 def test_what_a_tool_started_ends_with_it(body: str, number: signal.Signals) -> None:

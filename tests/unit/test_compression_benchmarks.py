@@ -34,6 +34,8 @@ from ringdp import compression, testing  # noqa: E402
 from ringdp.compression.codecs.core_codec import CoreCodec  # noqa: E402
 from tests.registries import CODEC_COMPRESSORS  # noqa: E402
 
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+
 
 def run_tool(name: str, *options: str) -> str:
     words = [sys.executable, str(FOLDER / name), *options]

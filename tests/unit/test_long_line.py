@@ -17,6 +17,8 @@ import hosts  # noqa: E402
 import long_line  # noqa: E402
 from long_line import FarHosts, LongLine  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 # The second host answers what comes; the first one measures. UDP: nothing is sent again.
 ECHO = """
 import socket, sys, time
