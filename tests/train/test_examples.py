@@ -24,7 +24,7 @@ from tests.train.harness import ROOT, ring_is_built, run_ranks
 
 need("sklearn.datasets", "scikit-learn")
 need("tqdm")
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")]
 
 # Quick settings, and what the last lines say.
 QUICK = {
@@ -179,6 +179,7 @@ def with_port(port: int, folder: str) -> float:
         os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.usefixtures("no_launcher")
 def test_one_rank_needs_no_launcher_and_a_check_can_fail(name: str) -> None:

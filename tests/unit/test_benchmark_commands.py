@@ -17,6 +17,8 @@ need("sklearn", "scikit-learn")  # the digits
 from benchmarks.__main__ import RUNNABLES, listed, main, module_of  # noqa: E402
 from benchmarks.lib import session  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {
     "docs/lab/benchmarks.md": 3,

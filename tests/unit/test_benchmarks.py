@@ -29,6 +29,8 @@ from tests.helpers import need  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = pytest.mark.nightly
+
 
 def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "benchmarks", name, *options]
@@ -121,6 +123,7 @@ def test_ranks_that_hang_are_given_up() -> None:
 _RANKS = "ranks.run_commands([ranks.Command(['sleep', '60'], {}, str(i)) for i in (0, 1)], timeout_s=60, echo=print)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("body", ["with measure.busy_processes(2): time.sleep(60)", _RANKS])
 def test_what_a_tool_started_ends_with_it(body: str, number: signal.Signals) -> None:

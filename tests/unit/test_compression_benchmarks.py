@@ -26,6 +26,8 @@ from ringdp import compression, testing  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+
 
 def run_tool(name: str, *options: str) -> str:
     words = [sys.executable, "-m", "benchmarks", name, *options]

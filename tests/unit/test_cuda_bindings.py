@@ -33,6 +33,7 @@ def test_a_build_without_kernels_says_so() -> None:
         _C.cuda_select(torch.ones(1), 0.5, 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_benchmark_of_the_kernels_says_that_it_needs_a_gpu() -> None:
     words = [sys.executable, "-m", "benchmarks", "gpu_kernels"]

@@ -216,8 +216,9 @@ def shape(line: str) -> str:
     return " ".join(re.sub(r"-{3,}", "---", line).split())
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", WALKS)
+@pytest.mark.parametrize("page", [WALKS[0], pytest.param(WALKS[1], marks=pytest.mark.slow)])
 def test_a_walk_shows_what_the_page_shows(page: str, clean: Path) -> None:
     shown = list(steps(page, clean))
     assert len(shown) >= 3

@@ -13,6 +13,8 @@ from benchmarks.far import long_line
 from benchmarks.far.long_line import FarHosts, LongLine
 from benchmarks.lib import hosts
 
+pytestmark = pytest.mark.nightly
+
 # The second host answers what comes; the first one measures. UDP: nothing is sent again.
 ECHO = """
 import socket, sys, time
