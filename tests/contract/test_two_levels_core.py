@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from tests.contract.core_checks import (
-    SHARED_HOSTS as LAYOUTS,
-)
-from tests.contract.core_checks import (
+    SHARED_HOSTS,
     Case,
     check_all_reduce,
     check_reduce_scatter,
@@ -33,7 +31,7 @@ every_layout = pytest.mark.parametrize(
     "hosts",
     [
         pytest.param(hosts, id=name, marks=[pytest.mark.ci] if name in MORE_OF_A_KIND else [])
-        for name, hosts in LAYOUTS.items()
+        for name, hosts in SHARED_HOSTS.items()
     ],
 )
 BLOCK_BYTES = 128 * 1024
@@ -51,7 +49,7 @@ def on(hosts: tuple[int, ...]) -> World:
 
 @pytest.mark.parametrize("name", ["2+1+1"])
 def test_many_shares_of_the_longest_blocks(name: str) -> None:
-    hosts = LAYOUTS[name]
+    hosts = SHARED_HOSTS[name]
     longest = 4 * max(map(hosts.count, hosts)) * BLOCK_BYTES * len(set(hosts))
     for dtype, op, bytes_each in (("float32", "AVG", 4), ("bfloat16", "SUM", 2)):
         counts = [longest // bytes_each + off for off in (-1, 0, 1, longest // bytes_each // 2 + 17)]
@@ -59,11 +57,11 @@ def test_many_shares_of_the_longest_blocks(name: str) -> None:
 
 
 def test_groups_know_who_shares_a_host() -> None:
-    ranks = on(LAYOUTS["mixed"])
+    ranks = on(SHARED_HOSTS["mixed"])
     members = [7, 2, 4, 0, 6]
 
     def body(rank: int, group: Any) -> list[int] | None:
-        assert group.hosts == list(LAYOUTS["mixed"])
+        assert group.hosts == list(SHARED_HOSTS["mixed"])
         if rank not in members:
             return None
         some = core.Group(ranks.runtimes[rank], "some", members, table=dict(NEVER_SMALL))
@@ -84,7 +82,7 @@ def test_where_the_table_takes_it() -> None:
         name: str = core.all_reduce_algorithm(len(hosts), "float32", bytes_, hosts=list(hosts))
         return name
 
-    for hosts in LAYOUTS.values():
+    for hosts in SHARED_HOSTS.values():
         limit = 24 * 1024 // (len(hosts) - 1)
         assert [taken(hosts, limit), taken(hosts, limit + 4)] == ["fold", "two_level"]
         for count in (limit // 4, limit // 4 + 1):
@@ -94,7 +92,7 @@ def test_where_the_table_takes_it() -> None:
 
 
 def test_a_mean_of_large_halves_does_not_overflow_on_its_way() -> None:
-    hosts = LAYOUTS["2x2"]
+    hosts = SHARED_HOSTS["2x2"]
     buffers = [np.full(5000, 60_000.0, np.float16) for _ in hosts]
     on(hosts).run(
         lambda rank, group: group.all_reduce(buffers[rank].view(np.uint8), "float16", "AVG").wait(), NEVER_SMALL
@@ -113,7 +111,7 @@ def test_the_order_shows_in_the_bits() -> None:
     assert in_rank_order(halves, "float16", "SUM")[0] == 2052.0
 
 
-@pytest.mark.parametrize("hosts", [LAYOUTS["interleaved"], LAYOUTS["2+1+1"]], ids=["interleaved", "2+1+1"])
+@pytest.mark.parametrize("hosts", [SHARED_HOSTS["interleaved"], SHARED_HOSTS["2+1+1"]], ids=["interleaved", "2+1+1"])
 def test_neither_segments_nor_delays_show(hosts: tuple[int, ...]) -> None:
     counts = {"float32": 100_003, "bfloat16": 70_001, "complex64": 5_000}
     names = [(dtype, op) for dtype in counts for op in ("SUM", "AVG", "PRODUCT")]
