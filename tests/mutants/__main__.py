@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.fake_cuda.__main__ import NOT_THERE
@@ -22,7 +22,7 @@ from tests.mutants.faults import ALL, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mutants"
-LIMIT_S = 300
+LIMIT_S = 300  # for a file of tests
 HEADER = """#pragma once
 #include <cstdlib>
 namespace ringdp {
@@ -96,7 +96,7 @@ def device() -> dict[str, str]:
     return told
 
 
-def passes(tests: Iterable[str], variables: dict[str, str], device: bool) -> tuple[bool, str]:
+def passes(tests: Collection[str], variables: dict[str, str], device: bool, limit_s: float) -> tuple[bool, str]:
     """Whether they do, and the first test that does not; one that does not end does not pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "-rfE", "--tb=no"]
     selected = ["-k", NOT_THERE] if device else []
@@ -107,11 +107,11 @@ def passes(tests: Iterable[str], variables: dict[str, str], device: bool) -> tup
             env=variables,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return False, f"did not end in {LIMIT_S} s"
+        return False, f"did not end in {limit_s:g} s"
     if ended.returncode == 0:
         return True, ended.stdout.strip().splitlines()[-1]
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -126,7 +126,7 @@ def main(names: list[str]) -> int:
         tests = {test: None for it in mutants.values() if it.device == device for test in it.tests}
         some = next((it for it in mutants.values() if it.device == device), None)
         if tests:
-            good, words = passes(tests, environment(some), device)
+            good, words = passes(tests, environment(some), device, LIMIT_S * len(tests))
             print(f"{'passed' if good else 'FAILED'}  without a fault: {words}", flush=True)
             if not good:
                 return 1
@@ -137,7 +137,7 @@ def main(names: list[str]) -> int:
         text = source.read_text()
         if source.suffix == ".py":
             source.write_text(replaced(text, mutant, mutant.instead))
-        good, words = passes(mutant.tests, environment(mutant, number), mutant.device)
+        good, words = passes(mutant.tests, environment(mutant, number), mutant.device, LIMIT_S * len(mutant.tests))
         put(source, text)
         missed += good
         took_s = time.monotonic() - began
