@@ -163,7 +163,7 @@ void call_a_rank(Random& random) {
     if (claimed < kWorld && honest)
       honest_ever[claimed] = true;  // a correct handshake may be reported only during the next one
     require(honest_ever[from] || !connector.connected(static_cast<int>(from)), "who is not honest stays outside");
-    (void)connector.trouble();
+    (void)connector.failure();
     (void)connector.problem(static_cast<int>(from));
   }
 }
@@ -174,7 +174,7 @@ void be_called(Random& random) {
   Connector connector(rank_fields(1), kSecret, std::vector<char>(kWorld, 1));
   connector.set_route(0, {{listener.address()}, {}}, false);
   std::vector<Fd> peers;
-  for (int i = 0; i < 6 && !connector.connected(0) && !connector.trouble(); ++i) {
+  for (int i = 0; i < 6 && !connector.connected(0) && !connector.failure(); ++i) {
     connector.step(0);
     int error_number = 0;
     if (auto caller = listener.accept(error_number)) {
@@ -195,7 +195,7 @@ void be_called(Random& random) {
   }
   for (Fd& peer : peers) peer.reset();
   connector.step(0);
-  (void)connector.trouble();
+  (void)connector.failure();
 }
 
 // Keys of the store come from outside, too.

@@ -225,34 +225,34 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
 
 CASE("silent strangers are sent away after two seconds, and do not hold anybody up") {
   std::string problem;
-  auto listener = FdSocket::open(problem);
-  REQUIRE(listener.has_value());
-  Fd silent = visit(hex_encode(door->name()));
+  auto fd_socket = FdSocket::open(problem);
+  REQUIRE(fd_socket.has_value());
+  Fd silent = visit(hex_encode(fd_socket->name()));
   Deadline limit = Deadline::after_ms(30'000);  // a busy machine
   auto begin = Clock::now();
-  while (door->turned_away() == 0 && !limit.expired()) {
+  while (fd_socket->turned_away() == 0 && !limit.expired()) {
     std::vector<pollfd> polled;
-    door->poll_for(polled);
+    fd_socket->poll_for(polled);
     poll(polled.data(), polled.size(), 10);
-    CHECK(door->serve().empty());
+    CHECK(fd_socket->serve().empty());
   }
   auto took = Clock::now() - begin;
-  CHECK_EQ(door->turned_away(), 1);
+  CHECK_EQ(fd_socket->turned_away(), 1);
   CHECK(took > std::chrono::milliseconds(1900));
 }
 
 CASE("a token is good once") {
   std::string problem;
-  auto listener = FdSocket::open(problem);
-  REQUIRE(listener.has_value());
+  auto fd_socket = FdSocket::open(problem);
+  REQUIRE(fd_socket.has_value());
   SharedMessage message;
   message.type = SharedType::kToken;
   random_bytes(message.token);
-  door->expect(message.token, 7);
-  Fd first = visit(hex_encode(door->name())), second = visit(hex_encode(door->name()));
+  fd_socket->expect(message.token, 7);
+  Fd first = visit(hex_encode(fd_socket->name())), second = visit(hex_encode(fd_socket->name()));
   CHECK_EQ(send_shared_message(first.get(), message), 0);
   CHECK_EQ(send_shared_message(second.get(), message), 0);
-  auto clients = door->serve();
+  auto clients = fd_socket->serve();
   REQUIRE(clients.size() == 1);
   CHECK_EQ(clients[0].peer, 7);
   CHECK(clients[0].credentials.pid == getpid() && clients[0].credentials.uid == geteuid());
