@@ -5,6 +5,7 @@
 # make test-slow   the slow tests: every world size, type and size, the contracts over TCP, long soaks
 # make test-all   all of these
 # make test-fake-gpu   tests of what needs a GPU and no speed, on a CUDA device that is not there (tests/fake_cuda)
+# make mutants  faults of one place each (tests/mutants/faults.py), which the tests have to find; an hour
 # make test-releases   a core of the tests on the oldest and the newest torch, each in an environment of its own
 # make test-integrations   ring in Lightning, Accelerate, transformers, Ray and torchft, which pip fetches for it
 # make docs    the documentation as a site, in build/site
@@ -27,9 +28,9 @@ RELEASES = 2.11.0 2.15.0
 RELEASE_TESTS = tests/contract/test_collectives_torch.py tests/contract/test_operations_torch.py \
   tests/unit/test_ddp_arguments.py tests/unit/test_stubs.py tests/train/test_parallel_construction.py \
   tests/train/test_ddp_parity.py
-CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh'
+CPP = git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.c' '*.cu' '*.cuh' '*.inc' '*.def'
 
-.PHONY: build wheel compile-each test test-ci test-nightly test-slow test-all test-fake-gpu test-releases test-integrations train lint format stubs docs clean distclean python
+.PHONY: mutants build wheel compile-each test test-ci test-nightly test-slow test-all test-fake-gpu test-releases test-integrations train lint format stubs docs clean distclean python
 
 build: python
 	@$(SETUP)
@@ -58,6 +59,9 @@ test-all: python
 
 test-fake-gpu: python
 	@$(SETUP) -- python -m tests.fake_cuda $(ARGS)
+
+mutants: python
+	@$(SETUP) -- python -m tests.mutants $(ARGS)
 
 test-releases:
 	set -e; for release in $(RELEASES); do echo "== torch $$release"; \

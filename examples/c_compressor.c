@@ -1,10 +1,12 @@
-/* A gradient compressor in C: 8 bits an element, and a byte for 64 of them: the power of two that makes them whole numbers.
+/* A gradient compressor in C: 8 bits an element, and a byte for 64 of them: the power of two that makes them whole
+ * numbers.
  *
  *     cc -std=c99 -O3 -fPIC -shared -ffp-contract=off -I RINGDP/include c_compressor.c -o libshift8.so
  *
  * c_compressor.py builds it, has it checked and trains with it. A code is one byte of exponent for each block, then the
- * elements' bytes. With E the upper bits of the largest element of a block, that is, 2^(E - 127) <= largest < 2^(E - 126), the
- * step is 2^(E - 133), so that the largest is from 64 to 128 steps; 128 becomes 127.
+ * elements' bytes. With E the upper bits of the largest element of a block, that is,
+ * 2^(E - 127) <= largest < 2^(E - 126), the step is 2^(E - 133), so that the largest is from 64 to 128 steps; 128
+ * becomes 127.
  */
 #include <ringdp/compressor.h>
 #include <string.h>

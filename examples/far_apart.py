@@ -3,7 +3,7 @@
     python launch.py --nproc-per-node 2 examples/far_apart.py
     python launch.py --nproc-per-node 4 examples/far_apart.py --sites 2    # exact inside a site, rounds between the two
     ringrun -H paris:2,oslo:2 examples/far_apart.py                        # two real ones
-    sudo python benchmarks/long_line.py --hosts 2 --per-host 2 --rate 20mbit -- python examples/far_apart.py
+    sudo python -m benchmarks long_line --hosts 2 --per-host 2 --rate 20mbit -- python examples/far_apart.py
                                                                            # two in namespaces, 50 ms there and back
     python examples/far_apart.py                                           # one rank, no launcher
 

@@ -16,7 +16,7 @@ class RingWork(Work):
     def get_future(self) -> RingFuture: ...
 
 class PendingMesh:
-    """The ranks have met and are connected; each has the words of all others."""
+    """The connections after the rendezvous; each rank has the `hello` of all others."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PendingMesh:
         config: dict[str, Any],
     ) -> None: ...
     def close(self, reason: str = "") -> None:
-        """Leave, unless a process group has taken the connections over, and tell the others why; idempotent."""
+        """Leave, unless a process group has taken the connections, and send the reason to the others; idempotent."""
 
     def hellos(self) -> list[str]: ...
 
@@ -165,7 +165,7 @@ class NamedScope:
     def exit(self) -> None: ...
 
 class UnitScope:
-    """What this thread calls between the two belongs to a unit."""
+    """The operations that this thread calls between enter and exit belong to a unit."""
 
     def __init__(self) -> None: ...
     def enter(self) -> None: ...
@@ -322,13 +322,13 @@ class Reducer:
     def zero_gradients(self) -> None: ...
 
 class FiniteReport:
-    """What an all-reduce saw of infinities and NaNs; read when its Work is done."""
+    """Whether an all-reduce found infinities or NaNs; read when its Work is done."""
 
     @property
     def finite(self) -> bool: ...
     @property
     def own(self) -> int:
-        """Element of the buffer: this rank's first input that was not finite; -1 where none was."""
+        """Index in the buffer of this rank's first input that was not finite; -1: none was."""
 
 class Residuals:
     """What compression left out of gradients, by parameter: float32 [numel], without loss scale. A step
@@ -490,7 +490,7 @@ def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[tor
     """
 
 def begin_unit(process_group: ProcessGroup, what: str) -> int:
-    """The number of the next unit; `what` it is, for the log."""
+    """Begins the next unit and returns its number; `what` is its name in the log."""
 
 def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
     """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
@@ -501,8 +501,8 @@ def change_members(process_group: ProcessGroup, unit: int, view: int) -> bool:
     """After a loss in that view: agrees on the next one. True: the unit counts; False: make it again."""
 
 def codec_broken_promises(codec: str) -> list[str]:
-    """What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried
-    then.
+    """A sentence for each broken rule of the codec's contract. After one, do not use the codec: it may corrupt
+    memory.
     """
 
 def codec_bytes(codec: str, numel: int) -> int:
@@ -529,12 +529,12 @@ def create_process_group(
     pending: PendingMesh | None = None,
     elastic: bool = False,
 ) -> Backend:
-    """`elastic`: the default group goes on without members that are lost; its store must outlive them."""
+    """`elastic`: the default group continues after the loss of members; its store must outlive them."""
 
 def create_reconfigurable_process_group(
     *, rank: int, size: int, timeout: timedelta, group_id: str, is_default: bool, config: dict[str, Any]
 ) -> Backend:
-    """A group without members, which get to know each other by handles: see torch's reconfigure."""
+    """A group without members, which connect by handles: see torch's reconfigure."""
 
 def cuda_commit(which: Sequence[torch.Tensor], non_finite: torch.Tensor | None = None) -> None:
     """which[i] = 1 - which[i] (int32 [1]), unless non_finite."""
@@ -601,7 +601,7 @@ def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
 
 def follow_view(process_group: ProcessGroup) -> None:
-    """From now on a group of make_lasting_group answers for the members of its backend."""
+    """From now on the rank and size of a group of make_lasting_group are those of its backend's members."""
 
 def forget_stack_source() -> None:
     """Before the interpreter ends."""
@@ -622,7 +622,7 @@ def in_gradient_pool(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory comes from the pool for gradients."""
 
 def is_elastic(process_group: ProcessGroup) -> bool:
-    """Whether the group goes on without members that are lost."""
+    """Whether the group continues after the loss of members."""
 
 def isa() -> str:
     """The instruction set in use."""
@@ -683,7 +683,7 @@ def note_optimizer() -> None:
     """An optimizer has ended its step."""
 
 def on_change(
-    process_group: ProcessGroup, told: Callable[[int, list[int], list[str], str, bool, bool], object]
+    process_group: ProcessGroup, listener: Callable[[int, list[int], list[str], str, bool, bool], object]
 ) -> None:
     """Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay)."""
 
@@ -691,7 +691,9 @@ def operations() -> list[OperationRecord]:
     """The last operations of the job's connections, as they were called; [] without a default group of ring."""
 
 def operations_since(cursor: int) -> tuple[list[OperationRecord], int, int]:
-    """(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered)."""
+    """(records, cursor, lost): the operations that ended since the cursor of the last call (0: all that are
+    kept).
+    """
 
 def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -> list[tuple[int, int]]:
     """[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is
@@ -718,7 +720,7 @@ def rotate(x: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torch.Te
     """
 
 def set_farewell(reason: str) -> None:
-    """Why this process leaves its jobs: the other ranks' errors say so."""
+    """The reason of this process's goodbyes, for the other ranks' errors."""
 
 def set_log_sink(sink: Callable[[int, str], object]) -> None:
     """Where log lines go, called with (level, text) and levels 0 to 3 for debug to error."""
@@ -793,7 +795,7 @@ def traffic() -> tuple[int, int]:
     """Bytes (sent, received) by this process over ring, all groups; (0, 0) without one."""
 
 def transports() -> dict[int, str]:
-    """What carries bytes to each other rank of the default group, {rank: name}; {} without one."""
+    """The transport to each other rank of the default group, {rank: name}; {} without one."""
 
 def update_rows(
     rule: str,

@@ -23,7 +23,7 @@ DIRECT_RANKS = 16  # of AlgorithmTable (csrc/collective/algorithm_table.h), as i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmCosts:
-    """The constants of a machine; a file of RINGDP_TUNING may bring others, benchmarks/tune.py measures them.
+    """The constants of a machine; a file of RINGDP_TUNING may bring others, python -m benchmarks tune measures them.
 
     Those built in were measured on a virtual machine with 2 cores (AMD EPYC) and, between hosts, a link of 1 Gbit.
 

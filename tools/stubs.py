@@ -49,7 +49,7 @@ TYPES: dict[str, dict[str, str]] = {
         "create_reconfigurable_process_group(config)": "dict[str, Any]",
         "create_process_group(pending)": "PendingMesh | None",
         "fail_future(exception)": "BaseException",
-        "on_change(told)": "Callable[[int, list[int], list[str], str, bool, bool], object]",
+        "on_change(listener)": "Callable[[int, list[int], list[str], str, bool, bool], object]",
         "find_codec": "CodecLibrary | None",
         "registered_transports": "list[dict[str, Any]]",
         "set_log_sink(sink)": SINK,

@@ -1,6 +1,6 @@
 """The file of RINGDP_TUNING: which algorithm runs from which size on, on this machine instead of the built-in table.
 
-A JSON object; benchmarks/tune.py writes one::
+A JSON object; python -m benchmarks tune writes one::
 
     {
       "ringdp_tuning": 1,
@@ -54,7 +54,7 @@ LIMITS: Mapping[str, str] = {
 ranks or microseconds, as the name ends."""
 
 MEASURED_LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
-"""What benchmarks/tune.py finds everywhere; between hosts also exact_bucket_bytes, against int8."""
+"""What python -m benchmarks tune finds everywhere; between hosts also exact_bucket_bytes, against int8."""
 
 _UNITS = (("_bytes", "bytes", MAX_BYTES), ("_ranks", "ranks", MAX_RANKS), ("_us", "microseconds", MAX_US))
 
@@ -97,7 +97,7 @@ def read(path: str) -> Tuning:
             content = file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
         raise SystemResourceError(
-            f"RINGDP_TUNING={path} cannot be read: {error}; benchmarks/tune.py writes such a file"
+            f"RINGDP_TUNING={path} cannot be read: {error}; python -m benchmarks tune writes such a file"
         ) from error
     try:
         document = json.loads(content)

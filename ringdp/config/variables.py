@@ -45,7 +45,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_HOST_TIMEOUT": "seconds without an answer of its host after which a rank counts as lost, at least 4",
     "RINGDP_HEAL": "seconds (4) in which a TCP connection that broke is made again; 0: its rank counts as lost at once",
     "RINGDP_GRADIENT_POOL": "1: RingDP keeps memory for gradients on the CPU (gradient_pool); 0: it does not",
-    "RINGDP_TUNING": "path of a JSON file with another table of algorithms, the same on all ranks (benchmarks/tune.py)",
+    "RINGDP_TUNING": "path of a JSON table of algorithms, the same on all ranks (python -m benchmarks tune)",
     "RINGDP_REPORT_EVERY": "steps (20) after which the ranks exchange how they spent them; 0: never",
     "RINGDP_REDUCE_ALONE": "1: one rank alone sends its buckets, too (to try NCCL on one GPU); 0: it does not",
     "RINGDP_DUMP_DIR": "folder for dumps of operations and stacks of stalled ranks (ringrun sets it); empty: none",

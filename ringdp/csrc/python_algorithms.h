@@ -1,5 +1,5 @@
-// Which algorithms there are and which is taken, the host's network interfaces, the instruction set: for Python, in every
-// module that binds it. Header alone: each module has pybind11 internals of its own.
+// The algorithms and the choice among them, the host's network interfaces and the instruction set, for Python. Header
+// only: each module that binds this has pybind11 internals of its own.
 #pragma once
 
 #include <pybind11/pybind11.h>

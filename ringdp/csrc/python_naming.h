@@ -1,5 +1,6 @@
-// Python's NamedScope: a name for the operations that a thread issues between `enter` and `exit` (`with ringdp.named("x"):`).
-// Included by the two modules (core_module.cpp with pip's pybind11, torch/bindings/process_group_bindings.cpp with torch's).
+// Python's NamedScope: a name for the operations that a thread issues between `enter` and `exit` (`with
+// ringdp.named("x"):`). Included by the two modules (core_module.cpp with pip's pybind11,
+// torch/bindings/process_group_bindings.cpp with torch's).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +12,7 @@
 
 namespace ringdp {
 
-// Holds a NamedScope between `enter` and `exit`, which the same thread calls, and none otherwise.
+// Holds a NamedScope between `enter` and `exit`, which the same thread calls; otherwise empty.
 class PythonNamedScope {
  public:
   void enter(std::string name, bool bulk) { scope_ = std::make_unique<NamedScope>(std::move(name), bulk); }

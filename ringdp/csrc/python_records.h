@@ -1,5 +1,6 @@
-// OperationRecord and what belongs to it, for Python: the recorder's content, as `operations` and `operations_since` give it.
-// Included by the two modules (core_module.cpp with pip's pybind11, torch/bindings/process_group_bindings.cpp with torch's).
+// OperationRecord and what belongs to it, for Python: the recorder's content, as `operations` and `operations_since`
+// give it. Included by the two modules (core_module.cpp with pip's pybind11, torch/bindings/process_group_bindings.cpp
+// with torch's).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,6 @@
-// The table of transports for Python (transport/transport.h): what RINGDP_TRANSPORT may say, and what stays inside a host.
-// Included by both modules: tests/core/core_module.cpp with pip's pybind11, torch/bindings with torch's.
+// The table of transports for Python (transport/transport.h): the values of RINGDP_TRANSPORT, and which transports
+// stay inside a host. Included by both modules: tests/core/core_module.cpp with pip's pybind11, torch/bindings with
+// torch's.
 #pragma once
 
 #include <pybind11/pybind11.h>

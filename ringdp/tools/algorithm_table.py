@@ -108,5 +108,5 @@ def _format_costs(costs: AlgorithmCosts, *, several: bool, measured: bool) -> st
     words += f", a byte {costs.beta_local_ns_per_byte:g} ns"
     words += f" and {costs.beta_remote_ns_per_byte:g} ns" if several else ""
     words += f", adding a byte {costs.gamma_ns_per_byte:g} ns"
-    origin = "from the file" if measured else "built in, of a machine with 2 cores; benchmarks/tune.py measures yours"
+    origin = "from the file" if measured else "built in, of two cores; python -m benchmarks tune measures yours"
     return f"The model's constants ({origin}):\n{words}."

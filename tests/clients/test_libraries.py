@@ -21,7 +21,7 @@ torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
 
 
 def small_model() -> Any:

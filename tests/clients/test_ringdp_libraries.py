@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from ringdp import RingDP  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
 
 ROOT = Path(__file__).resolve().parents[2]
 Wrapper = Callable[..., Any]

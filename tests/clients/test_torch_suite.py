@@ -14,7 +14,7 @@ from tests.train.harness import ring_is_built
 
 torch = need("torch")
 need("expecttest")
-pytestmark = [pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
 
 # What cannot pass, and why.
 EXPLAINED = {

@@ -85,14 +85,14 @@ class World:
         self._threads.shutdown()
 
 
-def world(size: int, hosts: tuple[int, ...] | None = None) -> World:
-    """The world of this size, and with these hosts, that all tests share; `close_worlds` ends it."""
-    return _world(size, hosts, _transport())
+def world(size: int, hosts: tuple[int, ...] | None = None, **options: int) -> World:
+    """The world of this size, with these hosts and options, that all tests share; `close_worlds` ends it."""
+    return _world(size, hosts, _transport(), tuple(sorted(options.items())))
 
 
 @functools.cache
-def _world(size: int, hosts: tuple[int, ...] | None, transport: str) -> World:
-    made = World(size, hosts=hosts, transport=transport)
+def _world(size: int, hosts: tuple[int, ...] | None, transport: str, options: tuple[tuple[str, int], ...]) -> World:
+    made = World(size, hosts=hosts, transport=transport, **dict(options))
     _made.append(made)
     return made
 

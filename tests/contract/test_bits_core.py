@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.core_checks import CHECKS, Case
-from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, NEVER_SMALL, World
+from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, World
 from tests.contract.reduction_order import random_input
 
-SEGMENTS = (64, 4096, 65_536 - 64, 262_144)
-FAULTS = (0, 1, 2)  # 0: none
+# Bytes of a segment and the seed of what the network does to it; 0: nothing.
+SEGMENTS_AND_FAULTS = ((64, 1), (4096, 2), (65_472, 1), (262_144, 0), (262_144, 2))
 COUNTS = {"float32": 100_003, "bfloat16": 70_001, "float64": 9_999, "complex64": 5_000}
 
 
@@ -57,36 +56,15 @@ def digest(ranks: World) -> str:
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_neither_segments_nor_delays_show(size: int) -> None:
     digests: dict[Any, str] = {}
-    for segment_bytes in SEGMENTS:
-        for seed in FAULTS:
-            if segment_bytes == 64 and (seed != 1 or size == 4):
-                continue  # a frame per 16 elements: once is enough
-            with made(size, segment_bytes=segment_bytes, fault_seed=seed) as ranks:
-                digests[segment_bytes, seed] = digest(ranks)
+    for segment_bytes, seed in SEGMENTS_AND_FAULTS:
+        with made(size, segment_bytes=segment_bytes, fault_seed=seed) as ranks:
+            digests[segment_bytes, seed] = digest(ranks)
+            if seed == 2:
                 digests[segment_bytes, seed, "again"] = digest(ranks)
     for checksums in (False, True):
         with made(size, transport="tcp", checksums=checksums) as ranks:
             digests["tcp", checksums] = digest(ranks)
     assert len(set(digests.values())) == 1, digests
-
-
-BAD_NETWORKS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks, options
-    "2": (2, {}),
-    "3": (3, {}),
-    "3 with checksums": (3, {"transport": "tcp", "checksums": True}),
-    "5": (5, {}),
-}
-
-
-@pytest.mark.parametrize("what", BAD_NETWORKS)
-def test_every_collective_on_a_bad_network(what: str) -> None:
-    size, options = BAD_NETWORKS[what]
-    dtypes = ("float32", "float16", "int64", "bool")
-    cases = [Case(dtype, "SUM", count, seed=i) for i, dtype in enumerate(dtypes) for count in (0, 1, 1009, 40_000)]
-    with made(size, segment_bytes=4096, fault_seed=5 + size, **options) as ranks:
-        for table in (BUILT_IN, NEVER_SMALL):
-            for check in CHECKS:
-                check(ranks, table, cases)
 
 
 def test_what_cannot_be_is_refused() -> None:

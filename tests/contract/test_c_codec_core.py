@@ -11,10 +11,9 @@ import pytest
 
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.c_libraries import build
-from tests.contract.core_checks import expect_equal
+from tests.contract.core_checks import SHARED_HOSTS, expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
 from tests.contract.test_compressed_core import LARGE, SIZES, Case, check
-from tests.contract.test_two_levels_core import LAYOUTS
 
 # What the framework makes of the rest, and codes that are longer than any of ringdp's, many short ones above all.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -55,7 +54,7 @@ def test_long_segments(codec: str, size: int) -> None:
     check(Case(world(size), codec, LARGE, feedback=True))
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("hosts", SHARED_HOSTS.values(), ids=SHARED_HOSTS)
 def test_two_levels(codec: str, hosts: tuple[int, ...]) -> None:
     ranks = world(len(hosts), hosts)
     for seed, counts in enumerate(((1,), (300, 0, 70_001, 255), (600_000,))):

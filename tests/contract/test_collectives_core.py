@@ -1,13 +1,11 @@
 """Every collective of the core, ranks as threads: the documented order to the bit, close to a sum in double precision,
-and the same bits on all ranks.
-
-By default each (world, algorithm) sees every (dtype, op) once, with sizes that go round; `-m slow` runs all of them.
-"""
+and the same bits on all ranks, whatever their hosts, the table of algorithms, segments and a network that delays."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,48 +13,51 @@ import pytest
 
 from tests.contract.core_checks import (
     CHECKS,
-    SEGMENT_BYTES,
+    SHARED_HOSTS,
     Case,
     batches,
-    check_all_gather,
     check_all_reduce,
     check_all_to_all,
     check_broadcast,
-    check_gather_and_scatter,
     check_reduce,
     check_reduce_scatter,
-    documented_order,
-    everything,
+    edges,
+    every_pair,
     expect_equal,
-    inner_sizes,
-    movement_cases,
-    sample,
-    sizes,
 )
-from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, LIMITS, NEVER_SMALL, close_worlds, core, world
-from tests.contract.reduction_order import (
-    FLOATING,
-    HALF,
-    INTEGERS,
-    Array,
-    in_rank_order,
-    in_ring_order,
-    itemsize,
-    narrow,
-    pairs,
-    same_bits,
-    special_input,
+from tests.contract.core_ranks import (
+    ALWAYS_SMALL,
+    BUILT_IN,
+    MANY,
+    NEVER_SMALL,
+    World,
+    close_worlds,
+    core,
+    world,
 )
+from tests.contract.reduction_order import HALF, Array, in_rank_order, in_ring_order, itemsize, narrow, pairs, same_bits
 from tests.helpers import need
 
 need("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-WORLDS = (1, 2, 3, 4, 5, 8)
-TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL}
-every_world = pytest.mark.parametrize("size", WORLDS)
-both_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+LAYOUTS = {**{str(size): (0,) * size for size in (1, 2, 3, 4, 5, 6, 8, 9)}, **SHARED_HOSTS}
+FAULTY = ("2", "3", "5", "interleaved", "2+1+1")
+FAULTS: Sequence[Mapping[str, int]] = [
+    {"segment_bytes": 64, "fault_seed": 3},
+    {"segment_bytes": 4096, "fault_seed": 1, "checksums": True},
+    {"segment_bytes": 65_472, "fault_seed": 2},
+]
+TABLES: Mapping[str, Mapping[str, int]] = {
+    "small": ALWAYS_SMALL,
+    "large": NEVER_SMALL,
+    "many ranks": {**ALWAYS_SMALL, **MANY},
+    "built in": BUILT_IN,
+    "built in, many ranks": MANY,
+}
+ONE_BUFFER = (check_all_reduce, check_broadcast, check_reduce)
+LARGEST_BYTES = 5 * 1024 * 1024  # of all ranks' inputs of one call
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,70 +66,56 @@ def _end_worlds() -> Iterator[None]:
     close_worlds()
 
 
+def on(layout: str, **options: int) -> World:
+    hosts = LAYOUTS[layout]
+    return world(len(hosts), hosts, **options)
+
+
 def test_the_core_reduces_what_the_documents_list() -> None:
     every = itertools.product(core.dtypes(), ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"))
     assert {pair for pair in every if core.reduction_supported(*pair)} == set(pairs())
 
 
-@every_world
-@both_tables
-def test_all_reduce(size: int, table: Mapping[str, int]) -> None:
-    for index, cases in enumerate(batches(sample(size, shift=len(table) + size))):
-        check_all_reduce(world(size), table, cases, in_flight=index % 2 == 0)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    layout=st.sampled_from([*LAYOUTS]),
+    faults=st.sampled_from([{}, {}, {}, *FAULTS]),
+    draw=st.randoms(use_true_random=True),
+)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_any_mixture(check: Callable[..., None], table: str, layout: str, faults: dict[str, int], draw: Random) -> None:
+    """Random types and sizes, in flight together on one group, in the same order on all ranks."""
+    ranks = on(draw.choice(FAULTY) if faults else layout, **faults)
+    pieces = 1 if check in ONE_BUFFER else ranks.size
+    cases = []
+    for seed in range(draw.randint(1, 8)):
+        dtype, op = draw.choice(pairs())
+        near = draw.choice(edges(ranks.hosts, dtype)) // (20 if faults else 1)
+        count = max(0, draw.choice((0, near, near)) + draw.randint(-16, 17))
+        cases.append(Case(dtype, op, count, seed, special=draw.random() < 0.3))
+    check(ranks, TABLES[table], [case for case in cases if within(ranks, pieces, case)])
 
 
-@every_world
-def test_reduce_scatter(size: int) -> None:
-    cases = [case for case in sample(size, shift=size) if case.count <= SEGMENT_BYTES // itemsize(case.dtype) + 1]
-    cases.append(Case("float32", "SUM", SEGMENT_BYTES // 2 + 17, seed=3))
-    for batch in batches(cases):
-        check_reduce_scatter(world(size), NEVER_SMALL, batch)
+@pytest.mark.parametrize("check", [check_all_reduce, check_reduce, check_reduce_scatter])
+@pytest.mark.parametrize(
+    ("layout", "table"), [("3", "small"), ("4", "large"), ("6", "many ranks"), ("2+1+1", "large")], ids=str
+)
+def test_every_type_and_reduction(check: Callable[..., None], layout: str, table: str) -> None:
+    """A fold, a ring, a tree, and two levels."""
+    ranks = on(layout)
+    pieces = ranks.size if check is check_reduce_scatter else 1
+    for batch in batches(every_pair(ranks.hosts, shift=len(table))):
+        check(ranks, TABLES[table], [case for case in batch if within(ranks, pieces, case)])
 
 
-@every_world
-@both_tables
-def test_all_gather_and_broadcast(size: int, table: Mapping[str, int]) -> None:
-    counts = {dtype: sizes(size, dtype) for dtype in ("float32", "int8")}
-    counts["complex128"] = [0, 1, size + 1]
-    for batch in batches(movement_cases(size, counts)):
-        check_all_gather(world(size), table, [case for case in batch if case.count < 150_000])
-        check_broadcast(world(size), table, batch)
+def within(ranks: World, pieces: int, case: Case) -> bool:
+    return case.count * itemsize(case.dtype) * ranks.size * pieces <= LARGEST_BYTES
 
 
-@every_world
-@both_tables
-def test_reduce(size: int, table: Mapping[str, int]) -> None:
-    for cases in batches(sample(size, shift=2 * size + len(table))):
-        check_reduce(world(size), table, cases)
-
-
-@every_world
-def test_gather_scatter_and_all_to_all(size: int) -> None:
-    counts = {dtype: sizes(size, dtype) for dtype in ("float32", "int8")}
-    counts["complex128"] = [0, 1, size + 1]
-    for batch in batches([case for case in movement_cases(size, counts) if case.count < 300_000]):
-        check_gather_and_scatter(world(size), BUILT_IN, batch)
-        small = [case for case in batch if case.count < 150_000]
-        check_all_to_all(world(size), BUILT_IN, small)
-        check_all_to_all(world(size), BUILT_IN, small, even=True)
-
-
-@pytest.mark.parametrize("size", (2, 3, 5))
-@both_tables
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_infinities_nans_and_zeros(size: int, table: Mapping[str, int], dtype: str) -> None:
-    ranks = world(size)
-    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
-        inputs = [special_input(dtype, rank, size) for rank in range(size)]
-        buffers = [x.copy() for x in inputs]
-
-        def body(rank: int, group: Any, op: str = op, buffers: list[Array] = buffers) -> None:
-            group.all_reduce(buffers[rank].view(np.uint8), dtype, op).wait()
-
-        ranks.run(body, table)
-        case = Case(dtype, op, len(inputs[0]), seed=0)
-        wanted = documented_order(ranks, table, case, inputs)
-        expect_equal(buffers, [wanted] * size, f"{op} of special values in {dtype} on {size} ranks")
+def test_all_to_all_with_equal_pieces() -> None:
+    for layout in ("2", "5", "interleaved"):
+        check_all_to_all(on(layout), BUILT_IN, every_pair(LAYOUTS[layout], shift=0)[::9], even=True)
 
 
 def test_the_order_shows_in_the_bits() -> None:
@@ -148,44 +135,17 @@ def test_built_in_limits_are_where_the_documents_say() -> None:
             check_all_reduce(world(size), BUILT_IN, [Case(dtype, "SUM", count, seed=1)])
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-@given(data=st.data())
-def test_any_mixture(data: st.DataObject) -> None:
-    """Random collectives, types, sizes and limits, in flight together on one group, in the same order on all ranks."""
-    ranks = world(data.draw(st.sampled_from(WORLDS[:5]), label="world"))
-    limit = data.draw(st.sampled_from((0, 1, 1000, 65_536, 2**40)), label="limits")
-    table = dict.fromkeys(LIMITS, limit)
-    check = data.draw(st.sampled_from(CHECKS), label="collective")
-    cases = []
-    for seed in range(data.draw(st.integers(1, 10), label="in flight")):
-        dtype, op = data.draw(st.sampled_from(pairs()))
-        near = st.sampled_from((16 * ranks.size, 1000, *inner_sizes(ranks.size, dtype), *sizes(ranks.size, dtype)[6:9]))
-        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(-16, 17))))
-        cases.append(Case(dtype, op, count, seed))
-    check(ranks, table, cases)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@every_world
-@both_tables
-def test_every_type_and_size(size: int, table: Mapping[str, int]) -> None:
-    ranks = world(size)
-    for cases in batches(everything(size)):
-        check_all_reduce(ranks, table, cases)
-        check_reduce(ranks, table, cases)
-        if table is NEVER_SMALL:
-            check_reduce_scatter(ranks, table, [case for case in cases if case.count * size < 2_000_000])
-    counts = {dtype: sizes(size, dtype) + inner_sizes(size, dtype) for dtype in (*INTEGERS, *FLOATING, "complex128")}
-    for cases in batches(movement_cases(size, counts)):
-        check_all_gather(ranks, table, cases)
-        check_broadcast(ranks, table, cases)
-        check_gather_and_scatter(ranks, table, cases)
-        check_all_to_all(ranks, table, [case for case in cases if case.count * size < 2_000_000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("table", ["small", "large"])
+def test_every_type_at_every_size(layout: str, table: str) -> None:
+    ranks = on(layout)
+    for shift in range(5 + 3 * len(edges(ranks.hosts, "float32"))):
+        for batch in batches(every_pair(ranks.hosts, shift)):
+            check_all_reduce(ranks, TABLES[table], batch)
+            check_reduce(ranks, TABLES[table], batch)
+            check_reduce_scatter(ranks, TABLES[table], [case for case in batch if within(ranks, ranks.size, case)])
 
 
 def test_groups_of_some_ranks_in_other_orders() -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.contract.compressed_reference import Floats, Outcome, all_reduce
-from tests.contract.core_checks import expect_equal
+from tests.contract.core_checks import SHARED_HOSTS, expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
-from tests.contract.test_two_levels_core import LAYOUTS
 from tests.registries import CODECS
 
 SIZES = (
@@ -147,7 +146,7 @@ def test_long_segments(codec: str, size: int) -> None:
 
 
 @mostly_blocks
-@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("hosts", SHARED_HOSTS.values(), ids=SHARED_HOSTS)
 def test_two_levels(codec: str, hosts: tuple[int, ...]) -> None:
     ranks = world(len(hosts), hosts)
     for seed, counts in enumerate(((0,), (1,), (257,), (300, 0, 70_001, 255), (600_000,))):

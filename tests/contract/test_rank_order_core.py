@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.contract import compressed_reference
-from tests.contract.core_checks import expect_equal
+from tests.contract.core_checks import Case, expect_equal
 from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, MANY, NEVER_SMALL, World, close_worlds, core, world
-from tests.contract.reduction_order import Array, in_rank_order, pairs, random_input, special_input
+from tests.contract.reduction_order import Array, in_rank_order, pairs
 from tests.helpers import need
 
 need("hypothesis")
@@ -65,39 +65,20 @@ class Ordered:
         return results
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_every_type_and_reduction(hosts: tuple[int, ...], table: str) -> None:
-    ordered = Ordered(hosts, TABLES[table])
-    for index, (dtype, op) in enumerate(pairs()):
-        if (index + len(table)) % 4 and dtype not in ("float32", "bfloat16"):  # the tables share the rarer ones
-            continue
-        count = (1, 15, 1009, 40_000)[index % 4]
-        inputs = [random_input(dtype, op, count, (index, rank)) for rank in range(len(hosts))]
-        wanted = in_rank_order(inputs, dtype, op)
-        expect_equal(ordered.all_reduce(inputs, [count], dtype, op), [wanted] * len(hosts), f"{op} of {dtype}")
-
-
 @given(
     st.sampled_from(LAYOUTS),
-    st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+    st.sampled_from(pairs()),
     st.lists(st.sampled_from([0, 1, 3, 16, 17, 255, 4096, 20_011, 100_000]), min_size=1, max_size=5),
     st.sampled_from(sorted(TABLES)),
+    st.booleans(),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_neither_buffers_nor_hosts_show(hosts: tuple[int, ...], dtype: str, cuts: list[int], table: str) -> None:
-    inputs = [random_input(dtype, "AVG", sum(cuts), (len(cuts), rank)) for rank in range(len(hosts))]
-    got = Ordered(hosts, TABLES[table]).all_reduce(inputs, cuts, dtype, "AVG")
-    expect_equal(got, [in_rank_order(inputs, dtype, "AVG")] * len(hosts), f"cut at {cuts}, {dtype}, {hosts}, {table}")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_infinities_nans_and_zeros(dtype: str) -> None:
-    for hosts in LAYOUTS:
-        inputs = [special_input(dtype, rank, len(hosts)) for rank in range(len(hosts))]
-        for table in (NEVER_SMALL, ALWAYS_SMALL):
-            got = Ordered(hosts, table).all_reduce(inputs, [len(inputs[0])], dtype, "AVG")
-            expect_equal(got, [in_rank_order(inputs, dtype, "AVG")] * len(hosts), f"special values, {hosts}")
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_neither_buffers_nor_hosts_show(
+    hosts: tuple[int, ...], pair: tuple[str, str], cuts: list[int], table: str, special: bool
+) -> None:
+    inputs = Case(*pair, sum(cuts), seed=len(cuts), special=special).inputs(len(hosts))
+    got = Ordered(hosts, TABLES[table]).all_reduce(inputs, cuts, *pair)
+    expect_equal(got, [in_rank_order(inputs, *pair)] * len(hosts), f"cut at {cuts}, {pair}, {hosts}, {table}")
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "bfloat16", "float16"])

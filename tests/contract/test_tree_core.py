@@ -17,42 +17,26 @@ import pytest
 
 from ringdp.errors import MismatchError, PeerLostError, RingError
 from tests.contract.core_checks import (
-    BATCH,
-    CHECKS,
     Case,
-    batches,
     check_all_gather,
     check_all_reduce,
     check_broadcast,
-    check_gather_and_scatter,
     check_reduce,
     expect_equal,
 )
-from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, LIMITS, MANY, World, close_worlds, core, world
+from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, MANY, World, close_worlds, core, world
 from tests.contract.reduction_order import (
-    FLOATING,
     HALF,
     Array,
     in_rank_order,
     in_ring_order,
     in_tree_order,
-    itemsize,
     narrow,
-    pairs,
     random_input,
     same_bits,
-    special_input,
 )
-from tests.helpers import need
 
-need("hypothesis")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-SIZES = (3, 4, 5, 6, 7, 8, 9)
 ALWAYS_TREE = {**ALWAYS_SMALL, **MANY}
-BLOCK_BYTES = 128 * 1024
-every_size = pytest.mark.parametrize("size", SIZES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,75 +45,7 @@ def _end_worlds() -> Iterator[None]:
     close_worlds()
 
 
-def small_counts(dtype: str) -> list[int]:
-    return [0, 1, 7, 16, 33, 1009, 4096 // itemsize(dtype)]
-
-
-def small_cases(shift: int) -> list[Case]:
-    """Every (dtype, op) with some sizes, which go round; the seed, and with it the root, too."""
-    return [
-        Case(dtype, op, small_counts(dtype)[(index + more + shift) % 7], seed=index + more)
-        for index, (dtype, op) in enumerate(pairs())
-        for more in (0, 3)
-    ]
-
-
-def long_counts(dtype: str) -> list[int]:
-    """Around the blocks in which sums go up, and what may go unasked."""
-    edges = (BLOCK_BYTES // 2, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES)
-    return [edge // itemsize(dtype) + off for edge in edges for off in (-1, 0, 17)]
-
-
 # ---- Bits ----
-
-
-@every_size
-def test_all_reduce_and_reduce_add_in_the_order_of_the_tree(size: int) -> None:
-    for cases in batches(small_cases(size)):
-        check_all_reduce(world(size), MANY if size > 3 else ALWAYS_TREE, cases)
-        check_reduce(world(size), MANY if size > 3 else ALWAYS_TREE, cases)
-
-
-@pytest.mark.parametrize("size", (3, 6, 8))
-def test_longer_than_the_blocks_in_which_sums_go_up(size: int) -> None:
-    cases = [Case("float32", "AVG", count, seed) for seed, count in enumerate(long_counts("float32"))]
-    cases += [Case("bfloat16", "SUM", count, seed) for seed, count in enumerate(long_counts("bfloat16"))]
-    cases += [Case("complex128", "PRODUCT", 3 * BLOCK_BYTES // 16 + 1, 5), Case("float16", "MAX", 200_003, 7)]
-    for batch in batches(cases):
-        check_all_reduce(world(size), ALWAYS_TREE, batch)
-        check_reduce(world(size), ALWAYS_TREE, batch)
-
-
-@every_size
-def test_every_root(size: int) -> None:
-    ranks = world(size)
-    for dtype in ("float32", "bfloat16", "int16"):
-        cases = [Case(dtype, "SUM", count, root) for root, count in itertools.product(range(size), (0, 1, 1009))]
-        check_reduce(ranks, ALWAYS_TREE, cases)
-        check_broadcast(ranks, ALWAYS_TREE, cases)
-        check_gather_and_scatter(ranks, ALWAYS_TREE, cases[:BATCH])
-
-
-@every_size
-def test_all_gather_and_broadcast(size: int) -> None:
-    counts = [0, 1, size + 1, 1009, 16384, 16385]
-    cases = [Case(dtype, "SUM", count, seed) for dtype in ("int8", "float32") for seed, count in enumerate(counts)]
-    check_all_gather(world(size), MANY, cases)
-    check_broadcast(world(size), MANY, cases)
-
-
-@pytest.mark.parametrize("size", (3, 7))
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_infinities_nans_and_zeros(size: int, dtype: str) -> None:
-    for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
-        inputs = [special_input(dtype, rank, size) for rank in range(size)]
-        buffers = [x.copy() for x in inputs]
-
-        def body(rank: int, group: Any, op: str = op, buffers: list[Array] = buffers) -> None:
-            group.all_reduce(buffers[rank].view(np.uint8), dtype, op).wait()
-
-        world(size).run(body, ALWAYS_TREE)
-        expect_equal(buffers, [in_tree_order(inputs, dtype, op)] * size, f"{op} in {dtype} on {size} ranks")
 
 
 def test_the_order_shows_in_the_bits() -> None:
@@ -182,29 +98,6 @@ def test_a_watched_one_finds_what_is_not_finite(dtype: str) -> None:
 
         found = ranks.run(body, ALWAYS_TREE)
         assert found == [(False, (0, 100 + culprit) if rank == culprit else None) for rank in range(7)]
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(data=st.data())
-def test_any_mixture(data: st.DataObject) -> None:
-    """Of all collectives, sizes and limits, several in flight together."""
-    ranks = world(data.draw(st.sampled_from(SIZES[:5]), label="world"))
-    limit = data.draw(st.sampled_from((0, 1000, 65_536, 2**40)), label="limits")
-    check = data.draw(st.sampled_from(CHECKS), label="collective")
-    cases = []
-    for seed in range(data.draw(st.integers(1, 8), label="in flight")):
-        dtype, op = data.draw(st.sampled_from(pairs()))
-        near = st.sampled_from((1000, *long_counts(dtype)[:6]))
-        count = data.draw(st.one_of(st.integers(0, 70), st.builds(int.__add__, near, st.integers(-16, 17))))
-        cases.append(Case(dtype, op, count, seed))
-    check(ranks, {**dict.fromkeys(LIMITS, limit), **MANY}, cases)
-
-
-def test_several_hosts() -> None:
-    """The tree does not look at hosts; above its limit there are two levels."""
-    ranks = world(5, (0, 0, 1, 1, 2))
-    cases = [Case(dtype, "SUM", count, 1) for dtype in ("float32", "float16") for count in (0, 5, 450, 5000)]
-    check_all_reduce(ranks, MANY, cases)
 
 
 def test_what_one_writes_the_next_one_reads() -> None:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 class Store:
-    """Where ranks meet."""
+    """The key-value service of a rendezvous."""
 
 class CallbackStore(Store):
     """A store kept in Python."""
@@ -14,7 +14,7 @@ class CallbackStore(Store):
     def __init__(self, set: Callable[[str, str], object], find: Callable[[str], str | bytes | None]) -> None: ...
 
 class MemoryStore(Store):
-    """Where ranks that are threads meet."""
+    """A store for ranks that are threads."""
 
     def __init__(self) -> None: ...
     def get(self, key: str, *, timeout_ms: int = 10000) -> str | None:

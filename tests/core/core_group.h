@@ -150,7 +150,7 @@ class PythonGroup {
     });
     return {std::move(work), std::move(report)};
   }
-  // For benchmarks: what a call takes that nothing of Python is part of. Seconds of each.
+  // For benchmarks: the time of calls without Python, in seconds for each.
   std::vector<double> time_all_reduce(const py::buffer& buffer, const std::string& dtype, int count, bool watched) {
     BufferView view(buffer);
     DType type = dtype_from(dtype);

@@ -80,8 +80,8 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   return hold_runtime(std::make_unique<Runtime>(*store, rendezvous, std::move(options), tables));
 }
 
-// A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for what is
-// not there. What they raise passes through.
+// A store that Python keeps, for ranks that are processes: `set(key, value)`, and `find(key)` which gives None for
+// what is not there. What they raise passes through.
 class CallbackStore final : public Store {
  public:
   CallbackStore(py::function set, py::function find) : set_(std::move(set)), find_(std::move(find)) {}
@@ -113,11 +113,11 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "ringdp's core without torch, for tests and benchmarks";
   register_error_translator();
 
-  py::class_<Store, std::shared_ptr<Store>>(module, "Store", "Where ranks meet.");
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store", "The key-value service of a rendezvous.");
   py::class_<CallbackStore, Store, std::shared_ptr<CallbackStore>>(module, "CallbackStore", "A store kept in Python.")
       .def(py::init<py::function, py::function>(), py::arg("set"), py::arg("find"));
   py::class_<MemoryStore, Store, std::shared_ptr<MemoryStore>>(module, "MemoryStore",
-                                                               "Where ranks that are threads meet.")
+                                                               "A store for ranks that are threads.")
       .def(py::init<>())
       .def("set", &MemoryStore::set, py::arg("key"), py::arg("value"), NoGil())
       .def(

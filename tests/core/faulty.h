@@ -1,6 +1,5 @@
-// A Channel that behaves as badly as a network may while losing nothing: short reads and writes, and "would block" where
-// there was room, as a seed says. On demand it also flips a bit of what it receives. For tests.
-// Used as any Channel is.
+// A Channel that behaves as badly as a lossless network may: short reads and writes, and "would block" although there
+// was room, chosen by a seed. On demand it also flips a bit of what it receives. For tests. Used as any Channel is.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,7 @@
-// SlowDevice: takes the place of a device in tests, so that errors in the order of copies show on any machine. Its memory
-// is ordinary memory; its copies run late and out of order, as a seed decides.
-// The destination of a copy to the host is poison (all bits set: NaN) until the copy is done. A copy to the device takes
-// its bytes at some moment before it completes, so host memory that is overwritten too early shows, too.
-// Any thread.
+// SlowDevice: takes the place of a device in tests, so that errors in the order of copies show on any machine. Its
+// memory is ordinary memory; its copies run late and out of order, as a seed decides. The destination of a copy to the
+// host is poison (all bits set: NaN) until the copy is done. A copy to the device takes its bytes at some moment
+// before it completes, so host memory that is overwritten too early shows, too. Any thread.
 #pragma once
 
 #include <condition_variable>

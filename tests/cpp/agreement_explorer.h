@@ -1,6 +1,7 @@
-// The explorer: every state that the members of a job can reach in which ranks are lost, breadth first. What the members do is
-// the code itself (UnitProgress, MemberTurn). Here is what happens to them: a rank dies, or believes another lost, rightly or
-// wrongly; the store takes a request at some time, also one whose rank has died, and its answer comes at a later one, or never.
+// The explorer: all states that the members of a job can reach through losses of ranks, breadth first. The members run
+// the real code (UnitProgress, MemberTurn). The explorer makes the events: a rank dies, or believes another lost,
+// rightly or wrongly; the store takes a request at some time, also that of a dead rank, and its answer comes later, or
+// never.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@ struct Limits {
   int deaths = 1;
   int suspicions = 0;  // of ranks that live
   uint64_t units = 1;
-  uint64_t views = 3;  // nobody changes the last one
+  uint64_t views = 3;  // no change of the last one
   std::size_t most_states = 200'000;
   AgreementRules rules = {};
   bool freezes = true;
@@ -35,7 +36,7 @@ struct Site {
   struct InView {
     std::vector<int> members;
     uint64_t begun = 0;    // it has sent its part of the units up to this one
-    uint64_t entered = 0;  // it has told that it is done with them
+    uint64_t entered = 0;  // whose barrier it has entered
     bool frozen = false;
     std::optional<Decision> decision;
   };
@@ -43,7 +44,7 @@ struct Site {
 
   UnitProgress progress;
   std::map<uint64_t, InView> views;
-  std::map<uint64_t, uint64_t> results;  // of the units that it has left: the view whose members they are of
+  std::map<uint64_t, uint64_t> results;  // of the units that it has left: the view of the members in them
   std::vector<int> lost;                 // it has no connection with these any more
   std::optional<MemberTurn> turn;
   Asking asking = Asking::kNothing;
@@ -168,7 +169,7 @@ class Explorer {
       units(at, world, place);
       losses(at, world, place);
       if (now.asking == Site::Asking::kAnswered)
-        step(at, world, place, "gets the store's answer", [&](Site& it) { hear(it, place); });
+        step(at, world, place, "gets the store's answer", [&](Site& it) { receive(it, place); });
       else if (!now.turn && now.progress.view() < limits_.views && must_change(world, place))
         step(at, world, place, "says where it stands", [&](Site& it) { begin_turn(it, place); });
     }
@@ -187,7 +188,8 @@ class Explorer {
     });
   }
 
-  // A rank has complete results when all members have sent their parts, and may leave when all have told that they are done.
+  // A rank has complete results when all members have sent their parts, and may leave when all have entered the
+  // barrier.
   void units(std::size_t at, const World& world, int place) {
     const Site& now = site(world, place);
     const uint64_t unit = now.progress.left() + 1, view = now.progress.view();
@@ -227,7 +229,7 @@ class Explorer {
     }
   }
 
-  // It has lost a member, or hears of another that its view has failed.
+  // It has lost a member, or another rank reports that its view has failed.
   bool must_change(const World& world, int place) const {
     const Site& now = site(world, place);
     const auto& members = now.now().members;
@@ -246,7 +248,7 @@ class Explorer {
     it.asking = Site::Asking::kSent;
   }
 
-  void hear(Site& it, int place) {
+  void receive(Site& it, int place) {
     it.turn->answer(it.answer);
     it.answer.reset();
     it.asking = Site::Asking::kSent;

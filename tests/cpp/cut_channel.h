@@ -1,6 +1,6 @@
-// A channel that breaks where it is told: after so many bytes that its rank sends, of which the last ones are lost on the way.
-// What the peer's host has acknowledged can be read there, as with a connection that the network resets. CutChannel is used
-// by the thread that drives; a Cutter is shared by all channels of a rank and the test's threads.
+// A channel that breaks after a given number of sent bytes, of which the last ones are lost. Bytes that the peer's
+// host has acknowledged can be read there, as with a connection that the network resets. CutChannel is used by the
+// thread that drives; a Cutter is shared by all channels of a rank and the test's threads.
 #pragma once
 
 #include <linux/sockios.h>
@@ -18,7 +18,7 @@
 namespace ringdp::testing {
 
 struct Cutter {
-  std::atomic<int> peer{-1};       // to whom the connection is to break; -1: to nobody
+  std::atomic<int> peer{-1};       // the connection to this rank breaks; -1: none
   std::atomic<uint64_t> after{0};  // bytes from now on
   std::atomic<uint64_t> lost{0};   // bytes more that the channel takes, and that never arrive
   std::atomic<int> cuts{0};

@@ -1,5 +1,5 @@
-// The channel of a rank that may die: from then on nothing passes, no goodbye either, and both ends see it closed. It is used by the
-// thread that drives; a test's thread sets which of the two ranks is dead.
+// The channel of a rank that may die: from then on no bytes pass, no goodbye either, and both ends see it closed. It
+// is used by the thread that drives; a test's thread sets which of the two ranks is dead.
 #pragma once
 
 #include <atomic>

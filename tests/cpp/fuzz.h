@@ -1,5 +1,6 @@
-// A fuzzer of one page, for compilers without libFuzzer: each round is made from one seed, bytes that are right are changed
-// here and there, and whatever a round does, it may end in a ringdp::Error only. The sanitizers look for the rest.
+// A fuzzer of one page, for compilers without libFuzzer: each round is made from one seed, bytes that are right are
+// changed here and there, and whatever a round does, it may end in a ringdp::Error only. The sanitizers look for the
+// rest.
 //
 //   fuzz_x [--seconds N] [--seed N] [--rounds N]
 //
@@ -21,7 +22,7 @@ class Random {
   uint64_t next();
   uint64_t below(uint64_t limit) { return limit == 0 ? 0 : next() % limit; }
   bool one_in(uint64_t n) { return below(n) == 0; }
-  uint64_t odd_number();  // near the borders where code goes wrong: 0, 1, powers of two and their neighbours
+  uint64_t odd_number();  // near typical limits: 0, 1, powers of two and their neighbours
   std::vector<std::byte> bytes(std::size_t count);
 
  private:

@@ -128,13 +128,13 @@ HandshakeFields rank_fields(uint32_t rank) {
   return mine;
 }
 
-// A rank that listens: whoever does everything right is connected, nobody else.
+// A rank that listens: exactly the processes with a correct handshake are connected.
 void call_a_rank(Random& random) {
   Connector connector(rank_fields(0), kSecret, std::vector<char>(kWorld, 1));
   std::vector<TcpListener> listeners;
   listeners.push_back(listen_here());
   SocketAddress address = listeners.front().address();
-  connector.door().listen_on(std::move(listeners));
+  connector.listener().listen_on(std::move(listeners));
   std::array<bool, kWorld> honest_ever{};
   for (uint64_t calls = 1 + random.below(3); calls > 0; --calls) {
     int error_number = 0;
@@ -142,7 +142,7 @@ void call_a_rank(Random& random) {
     if (!peer) return;
     set_linger_reset(peer.get());
     auto from = static_cast<uint32_t>(1 + random.below(2));
-    uint32_t claimed = from;  // by a hello that is authentic, whoever it says it is
+    uint32_t claimed = from;  // the rank in an authentic hello
     bool honest = true;
     std::vector<std::byte> transcript;
     for (HandshakeType type : {HandshakeType::kHello, HandshakeType::kConfirm}) {
@@ -161,7 +161,7 @@ void call_a_rank(Random& random) {
     for (int i = 0; i < 3; ++i) connector.step(0);
     if (connector.connected(static_cast<int>(from))) count("let in");
     if (claimed < kWorld && honest)
-      honest_ever[claimed] = true;  // an honest call may only be heard of during the next one
+      honest_ever[claimed] = true;  // a correct handshake may be reported only during the next one
     require(honest_ever[from] || !connector.connected(static_cast<int>(from)), "who is not honest stays outside");
     (void)connector.trouble();
     (void)connector.problem(static_cast<int>(from));
@@ -213,7 +213,7 @@ void read_the_store(Random& random) {
   std::vector<std::string> published;
   for (const std::string& it : split(field(read, "addresses"), ','))
     if (it.find_first_not_of("0123456789.:[]") == std::string::npos) published.push_back(it);  // look up no names here
-  // Each may refuse what it reads, in words.
+  // Each may refuse its input, with a text.
   auto attempt = [](auto call, const char* what) {
     try {
       (void)call();

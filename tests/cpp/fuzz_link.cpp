@@ -1,5 +1,5 @@
-// What a peer may send once it was let in: frames that are right, frames that were changed, in any order and any pieces,
-// while operations come and go on this side.
+// What a peer may send once it was let in: frames that are right, frames that were changed, in any order and any
+// pieces, while operations come and go on this side.
 #include <algorithm>
 #include <array>
 #include <cstring>

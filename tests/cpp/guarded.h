@@ -1,4 +1,4 @@
-// A buffer between bytes that nobody may touch: writes beside it are found by intact(), reads too under ASan. One thread.
+// A buffer between guard bytes: intact() finds writes to them, ASan also reads. One thread.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// A job whose ranks are threads of this process: one Runtime and one group of everybody per rank, real sockets between.
+// A job whose ranks are threads of this process: one Runtime and one group of all ranks per rank, real sockets
+// between.
 #pragma once
 
 #include <cstring>
@@ -34,8 +35,8 @@ inline std::vector<int> everybody(int world) {
   return members;
 }
 
-// Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm; `full_mesh_ranks` below `world` leaves
-// connections to be made when they are needed.
+// Runs `body` on every rank of a fresh job. A small `table` limit forces an algorithm; `full_mesh_ranks` below `world`
+// leaves connections to be made when they are needed.
 inline void run_job(int world, const AlgorithmTable& table, const std::function<void(Rank&)>& body,
                     int64_t timeout_ms = 30'000, const EngineOptions& options = {},
                     int full_mesh_ranks = kFullMeshRanks) {

@@ -1,5 +1,5 @@
-// The standard headers that most files use, parsed once per build. Only these builds: the shipped one compiles every file
-// from its own includes.
+// The standard headers that most files use, parsed once per build. Only these builds: the shipped one compiles every
+// file from its own includes.
 #include <algorithm>
 #include <array>
 #include <atomic>

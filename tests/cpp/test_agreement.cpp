@@ -1,5 +1,5 @@
-// How members agree after a loss: every order of what can happen to them, and wrong rules, which have to be found. Prints how
-// many states it saw. RINGDP_EXPLORE=N explores N times as many.
+// How members agree after a loss: every order of what can happen to them, and wrong rules, which have to be found.
+// Prints how many states it saw. RINGDP_EXPLORE=N explores N times as many.
 #include <cstdio>
 #include <cstdlib>
 

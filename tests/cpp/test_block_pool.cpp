@@ -1,4 +1,5 @@
-// The pool of large blocks: blocks never overlap, idle memory is reused, and what was idle for long enough is the kernel's.
+// The pool of large blocks: blocks never overlap, idle memory is reused, and what was idle for long enough is the
+// kernel's.
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>

@@ -12,7 +12,8 @@
 namespace ringdp::testing {
 namespace {
 
-// A TCP connection that says its path is long, and as full as it may be: bulk goes at its first rate, or not much faster.
+// A TCP connection that says its path is long, and as full as it may be: bulk goes at its first rate, or not much
+// faster.
 class LongChannel final : public Channel {
  public:
   explicit LongChannel(std::unique_ptr<Channel> inner) : inner_(std::move(inner)) {}

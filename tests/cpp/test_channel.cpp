@@ -1,6 +1,7 @@
-// What every channel must do, over every transport of the table (transport/registry.cpp), as it is and behind a FaultyChannel.
-// The sides are made as in a job, by SharedSetup over loopback connections, and driven as the engine drives them: `receive` of
-// a stream, `peek` and `consume` of a direct channel, and sleep in a Poller. A new transport comes in by its line in the table.
+// What every channel must do, over every transport of the table (transport/registry.cpp), as it is and behind a
+// FaultyChannel. The sides are made as in a job, by SharedSetup over loopback connections, and driven as the engine
+// drives them: `receive` of a stream, `peek` and `consume` of a direct channel, and sleep in a Poller. A new transport
+// comes in by its line in the table.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -110,7 +111,7 @@ class End {
     return IoStatus::kOk;
   }
 
-  // As the engine does when nothing moves. False: nothing woke it in that time.
+  // Sleeps as the engine does when no bytes move. False: it was not woken in that time.
   bool sleep(bool for_room, int limit_ms = kWakeMs) {
     const bool asleep = lie_down(for_room);
     return woken(asleep ? limit_ms : 0) || !asleep;
@@ -411,7 +412,8 @@ CASE("what a peer sent before it died is received, then the end") {
     ends[0].reset();
     for (int i = 0; i < 3; ++i) WANT(ends[1]->end_of_stream() == IoStatus::kClosed);
     WANT(ends[1]->received() == 5000);
-    for (int i = 0; i < 3; ++i) (void)ends[1]->send(1000);  // to nobody: it neither waits nor ends this process
+    // without a receiver: it neither waits nor ends this process
+    for (int i = 0; i < 3; ++i) (void)ends[1]->send(1000);
   });
 }
 

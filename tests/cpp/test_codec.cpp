@@ -1,5 +1,5 @@
-// The codecs of every instruction set this CPU has against the element-by-element reference, to the bit, and the reference
-// against its laws.
+// The codecs of every instruction set this CPU has against the element-by-element reference, to the bit, and the
+// reference against its laws.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -176,8 +176,8 @@ CASE("every instruction set gives the bits of the reference") {
   });
 }
 
-// What a scale is multiplied with at most, and how far from that an element may be: half of what lies between two neighbours,
-// or, opposite the element that makes a scale with a sign, a whole step.
+// What a scale is multiplied with at most, and how far from that an element may be: half of what lies between two
+// neighbours, or, opposite the element that makes a scale with a sign, a whole step.
 struct Fineness {
   double steps, half;
   bool opposite = false;

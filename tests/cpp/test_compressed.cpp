@@ -1,5 +1,5 @@
-// The compressed all-reduce: that both ends of every stream expect the same pieces, and its sums, with small segments and
-// several in flight, where a sanitizer sees every step.
+// The compressed all-reduce: that both ends of every stream expect the same pieces, and its sums, with small segments
+// and several in flight, where a sanitizer sees every step.
 #include <cmath>
 #include <deque>
 #include <numeric>

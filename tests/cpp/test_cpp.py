@@ -45,7 +45,7 @@ SANITIZERS = {"plain": "", "asan": "address", "ubsan": "address,undefined", "tsa
 # A thread, because that is where a sanitizer's run time fails to start if it does.
 PROBE = "#include <thread>\nint main() { std::thread([] {}).join(); }\n"
 
-pytestmark = pytest.mark.timeout(1300)  # the first test of each build waits for the compiler
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(1300)]  # the first test of each build waits for the compiler
 
 
 @cache

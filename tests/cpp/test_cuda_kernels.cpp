@@ -1,5 +1,6 @@
-// The CUDA kernels, run by the emulation in emulated_cuda/: codes, sums and residuals are to the bit what the references
-// of tests/core make of them, whatever the length and the alignment, and nothing beside the buffers is touched.
+// The CUDA kernels, run by the emulation in emulated_cuda/: codes, sums and residuals are to the bit what the
+// references of tests/core make of them, whatever the length and the alignment, and nothing beside the buffers is
+// touched.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -228,7 +229,7 @@ CASE("the flag says what inspect says") {
   });
 }
 
-// What no encoder writes: which NaN it becomes is nobody's promise.
+// A code that no encoder writes: its NaN is not specified.
 CASE("any bytes decode as in the reference") {
   std::mt19937 random(4);
   for_every_codec([&](CodecId id, const Codec& codec) {

@@ -1,5 +1,5 @@
-// What a link makes of a flipped bit: every bit of a stream of frames in turn, of all types, in pieces of any size. Nothing
-// that a flipped bit could have touched reaches an operation, and what came before it is delivered.
+// What a link makes of a flipped bit: every bit of a stream of frames in turn, of all types, in pieces of any size.
+// Nothing that a flipped bit could have touched reaches an operation, and what came before it is delivered.
 #include <algorithm>
 #include <cstring>
 #include <random>

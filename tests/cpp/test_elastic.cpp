@@ -1,5 +1,5 @@
-// Elastic groups with ranks as threads: a rank is lost at one place after another, and the others go on as a plain group of
-// exactly those that are left would.
+// Elastic groups with ranks as threads: a rank is lost at one place after another, and the others go on as a plain
+// group of exactly those that are left would.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -247,7 +247,7 @@ CASE("a rank that is lost in a change is left out by the next one, also the one 
   const AlgorithmTable table;
   for (const std::string where : {"before it stands", "stands", "decided"}) {
     for (const int second : {1, 3}) {  // 1 collects what the others say
-      // Some may hear of the first loss while they leave the step before.
+      // Some may notice the first loss while they leave the step before.
       const Lived lived = live(4, 3, {{0, "between", 1}, {second, where, kAnyStep}}, table);
       const std::vector<int> left = without(everybody(4), {0, second});
       CHECK_EQ(lived.means.size(), 2U);
@@ -335,7 +335,7 @@ CASE("what is decided of the survivors' states") {
     return MemberState{left, done, called, unfinished, {}, ""};
   };
   CHECK_EQ(decide({0, 1}, {state(4, true), state(4, true)}).committed, 5U);   // all have done it
-  CHECK_EQ(decide({0, 1}, {state(4, true), state(4, false)}).committed, 4U);  // nobody has left it
+  CHECK_EQ(decide({0, 1}, {state(4, true), state(4, false)}).committed, 4U);  // no member has left it
   CHECK_EQ(decide({0, 1}, {state(5, false), state(4, true)}).committed, 5U);  // one has left it
   CHECK(!decide({0, 1}, {state(5, false, 3), state(4, true, 3)}).replay);
   CHECK(decide({0, 1}, {state(5, false, 3), state(4, true, 2)}).replay);

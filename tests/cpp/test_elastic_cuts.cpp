@@ -1,6 +1,7 @@
-// A rank dies at any byte that it sends in a step, with ranks as threads, under each algorithm: what it has sent arrives, then its
-// connections end. The others have the means of a plain group, of all where its part counts, of those that are left where it does
-// not, all alike; and their inputs are as they were. RINGDP_CUTS=N dies at N places of each, 0 at every byte.
+// A rank dies at any byte that it sends in a step, with ranks as threads, under each algorithm: what it has sent
+// arrives, then its connections end. The others have the means of a plain group, of all where its part counts, of
+// those that are left where it does not, all alike; and their inputs are as they were. RINGDP_CUTS=N dies at N places
+// of each, 0 at every byte.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -164,8 +165,8 @@ std::vector<float> plain(const Trial& trial, const std::vector<int>& places, int
   return out;
 }
 
-// By place, the means of those that live to the end. `victim` dies when it has sent `after` bytes of step 1; below zero: it does
-// not. Returns how many bytes it has sent in that step.
+// By place, the means of those that live to the end. `victim` dies when it has sent `after` bytes of step 1; below
+// zero: it does not. Returns how many bytes it has sent in that step.
 uint64_t live(const Trial& trial, int victim, int64_t after, std::map<int, std::vector<std::vector<float>>>& lived) {
   MemoryStore store;
   const AlgorithmTables tables(trial.table);

@@ -442,7 +442,7 @@ CASE("a timeout names the rank that is missing") {
         std::vector<float> data(10, 1.0F);
         self.wait(self.group->barrier({}));
         if (self.rank == 1) {
-          // Present but silent until the others have given up; then it hears why.
+          // Present but silent until the others have failed; then it gets the reason.
           std::this_thread::sleep_for(std::chrono::milliseconds(600));
           // The others' bytes are here already, so this one may still end well; the next cannot.
           CHECK_THROWS(ErrorKind::kTimeout, [&] {

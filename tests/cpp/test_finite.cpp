@@ -1,4 +1,4 @@
-// A watched all-reduce: that every rank hears of an infinity or a NaN, and who brought it where. The cases cover each
+// A watched all-reduce: all ranks report an infinity or a NaN, and its source its place. The cases cover each
 // algorithm's paths for bytes on their way; tests/contract/test_finite_core.py has the types and places.
 #include <cmath>
 #include <limits>
@@ -15,7 +15,7 @@ const AlgorithmTable kFoldAlways{SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
 const AlgorithmTable kNeverSmall{0, 0, 0, 0};
 const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
-// Rank `culprit` brings an infinity at `place`; nobody does if that is beyond the end. Several in flight.
+// Rank `culprit` has an infinity at `place`; no rank has one if that is beyond the end. Several in flight.
 void check_watched(const AlgorithmTable& table, int world, DType dtype, std::size_t count, int culprit,
                    std::size_t place) {
   run_job(world, table, [&](Rank& self) {

@@ -1,5 +1,6 @@
-// Jobs whose connections are ended from outside, again and again, whichever it hits: several links at once, pairs with several
-// connections, new ones that are just being made; with strangers at the door. Results keep their bits, nothing is left over.
+// Jobs whose connections are ended from outside, again and again, whichever it hits: several links at once, pairs with
+// several connections, new ones that are just being made; while unauthenticated processes connect. Results keep their
+// bits, nothing is left over.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -52,7 +53,8 @@ std::vector<float> input_of(int rank) {
   return data;
 }
 
-// A sum, messages to the next rank, blocks to all, a compressed sum, and a small sum; what they give, one after the other.
+// A sum, messages to the next rank, blocks to all, a compressed sum, and a small sum; what they give, one after the
+// other.
 std::vector<std::vector<float>> everything(Rank& self) {
   const std::vector<float> input = input_of(self.rank);
   const auto world = self.world;
@@ -152,7 +154,7 @@ void survive(int world, int streams, bool checksums, int rounds, int every_ms,
 
 void cut(std::mt19937& random) { end_some_connection(random); }
 
-// Whoever listens in this process is called by somebody who knows the job's secret, or not, and says one of these things.
+// Connects to the listeners of this process, with the job's secret or without, and sends one of these messages.
 void call_everybody(std::mt19937& random, std::vector<Fd>& slow) {
   for (const SocketAddress& address : listening_addresses()) {
     int error_number = 0;

@@ -118,7 +118,7 @@ CASE("a confirm whose sender has not heard this reply proves nothing") {
   it.dialled->greet(it.self[1]);
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   it.accepted->reply(it.self[0]);
-  // As one who has recorded another handshake of the same rank.
+  // As an attacker that has recorded another handshake of the same rank.
   HandshakeSocket socket = it.dialled->take_socket();
   CHECK(socket.send(it.self[1].fields(HandshakeType::kConfirm, 0), it.self[1].secret));
   CHECK_EQ(it.next(*it.accepted), Event::kNone);

@@ -1,6 +1,6 @@
-// Connections that break and are made again, with ranks as threads: cut at any byte and in either direction, under every
-// algorithm, the results have the same bits. RINGDP_CUTS=N cuts at N places of each; 0 at every byte of jobs with few elements, and
-// at 200 places of long ones.
+// Connections that break and are made again, with ranks as threads: cut at any byte and in either direction, under
+// every algorithm, the results have the same bits. RINGDP_CUTS=N cuts at N places of each; 0 at every byte of jobs
+// with few elements, and at 200 places of long ones.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -222,7 +222,8 @@ void sweep(Trial trial) {
                 static_cast<unsigned long long>(sent),
                 std::chrono::duration<double, std::milli>(slowest.load()).count());
   CHECK(made > 0);
-  // Both ends of a connection count it. Of more than two ranks one may break before its last break was used, and noticed.
+  // Both ends of a connection count it. Of more than two ranks one may break before its last break was used, and
+  // noticed.
   if (trial.world == 2) CHECK(healed >= static_cast<uint64_t>(made));
   CHECK(healed <= 2 * static_cast<uint64_t>(made));
   CHECK(healed > 0);

@@ -112,7 +112,8 @@ std::size_t part_bytes(DType dtype) {
   return dtype_size(dtype) / (complex ? 2 : 1);
 }
 
-// A third special values, a third any bits, a third ordinary numbers (small integers in the type's own terms are bits too).
+// A third special values, a third any bits, a third ordinary numbers (small integers in the type's own terms are bits
+// too).
 void fill(Buffer& buffer, DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto specials = special_bits(dtype);

@@ -1,5 +1,5 @@
-// Connections that are made when they are needed, with ranks as threads: which pairs begin, that the rest come whoever wants
-// them first, and that ranks may leave in the middle of it.
+// Connections that are made when they are needed, with ranks as threads: which pairs connect at the start, that either
+// side may ask first for the others, and that ranks may leave meanwhile.
 
 #include <atomic>
 #include <chrono>
@@ -83,7 +83,8 @@ CASE("ranks leave while they are being connected: no failure for those that do n
   for (int round = 0; round < 8; ++round)
     run_late(kWorld, [&](Rank& self) {
       self.wait(self.group->barrier({}));
-      // A group of a rank and the one five further on, with whom it is mostly not connected: made, and left at once by some.
+      // A group of a rank and the one five further on, with whom it is mostly not connected: made, and left at once by
+      // some.
       std::vector<int> members{self.rank, (self.rank + 5) % kWorld};
       std::sort(members.begin(), members.end());
       GroupHandle pair(self.runtime, "pair", members, 5'000, AlgorithmTable{});

@@ -1,4 +1,5 @@
-// Messages between ranks that are threads, beside collectives, and the collectives with a root; on good and bad networks.
+// Messages between ranks that are threads, beside collectives, and the collectives with a root; on good and bad
+// networks.
 #include <atomic>
 #include <random>
 #include <thread>
@@ -25,7 +26,7 @@ EngineOptions bad_network(uint64_t seed) {
 
 const std::vector<std::size_t> kCounts{0, 1, 1009, 16'384, 16'385, 70'000};
 
-// Everybody sends everybody one message of every size under two tags, in one order, and receives them in another one.
+// Each rank sends all ranks one message of every size under two tags, in one order, and receives them in another one.
 void exchange_everything(Rank& self) {
   std::vector<std::vector<int32_t>> sent, got, wanted;
   std::vector<std::shared_ptr<Work>> works;

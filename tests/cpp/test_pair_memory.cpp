@@ -54,7 +54,7 @@ off_t right_size() {
   return status.st_size;
 }
 
-// `body` in a child of its own, which answers in words.
+// Runs `body` in a child process, which returns a text.
 std::string in_child(const std::function<std::string()>& body) {
   int ends[2];
   REQUIRE(pipe2(ends, O_CLOEXEC) == 0);

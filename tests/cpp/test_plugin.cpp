@@ -1,5 +1,5 @@
-// Codecs from shared libraries (../c_libraries/int8.c, built beside this binary): loading them from several threads, what is
-// refused, and the compressed all-reduce over them, where a sanitizer sees every byte, of the library too.
+// Codecs from shared libraries (../c_libraries/int8.c, built beside this binary): loading them from several threads,
+// what is refused, and the compressed all-reduce over them, where a sanitizer sees every byte, of the library too.
 #include <atomic>
 #include <cmath>
 #include <filesystem>

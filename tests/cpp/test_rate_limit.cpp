@@ -1,4 +1,5 @@
-// The rate limit: its books in made-up time, and jobs whose ranks keep to it, sleep meanwhile and still hear of each other.
+// The rate limit: its books in made-up time, and jobs whose ranks keep it, sleep meanwhile and still notice each
+// other.
 #include <ctime>
 
 #include "job.h"

@@ -1,5 +1,5 @@
-// Reconfiguration with ranks as threads: members meet again and again while other threads of every rank use the group that is
-// replaced, as torch's process group does it (torch/backend/reconfigurer.cpp).
+// Reconfiguration with ranks as threads: repeated reconfigurations while other threads of every rank use the replaced
+// group, as in torch's process group (torch/backend/reconfigurer.cpp).
 #include <algorithm>
 #include <atomic>
 #include <mutex>

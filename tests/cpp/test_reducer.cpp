@@ -1,5 +1,5 @@
-// The parts of the reducer that know no torch: which gradient goes into which bucket, which bucket may leave when, whether a
-// backward synchronises, and what the user is told.
+// The parts of the reducer without torch: the bucket of each gradient, the order of launching buckets, whether a
+// backward synchronises, and the messages to the user.
 #include <cmath>
 #include <string>
 #include <vector>

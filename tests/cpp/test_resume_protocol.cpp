@@ -1,7 +1,8 @@
-// The protocol by which a broken connection is made again (mesh/redialler.h, mesh/link_repair.h), as a model: every order in which
-// frames are sent, acknowledged, read and forgotten, connections break, and messages of several attempts arrive. No frame is
-// lost, comes twice or is missing when it should go again, and from every state a whole connection can be reached. Variants
-// of the protocol that leave a rule out are caught. RINGDP_EXPLORE=1 explores more attempts and frames, which takes a minute.
+// The protocol by which a broken connection is made again (mesh/redialler.h, mesh/link_repair.h), as a model: every
+// order in which frames are sent, acknowledged, read and forgotten, connections break, and messages of several
+// attempts arrive. No frame is lost, comes twice or is missing when it should go again, and from every state a whole
+// connection can be reached. Variants of the protocol that leave a rule out are caught. RINGDP_EXPLORE=1 explores more
+// attempts and frames, which takes a minute.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -32,7 +33,7 @@ struct Size {
 };
 
 struct Rules {
-  bool hold_forgets = false;         // a side that has stopped sending goes on forgetting
+  bool hold_forgets = false;         // a side that has stopped sending still drops frames
   bool settles_early = false;        // the dialler reads the old connection before the other side has stopped sending
   bool forgets_unheard = false;      // on a connection from which nothing has come yet
   bool takes_late_confirms = false;  // attempts before the last one go on, and may come about
@@ -75,7 +76,7 @@ class Model {
  public:
   explicit Model(Rules rules, Size size = {}) : rules_(rules), size_(size) {}
 
-  // Explores all; returns what is violated first, or nothing.
+  // Explores all; returns the first violation, or an empty text.
   std::string explore() {
     add(start(), -1);
     for (std::size_t i = 0; i < states_.size() && problem_.empty(); ++i) {
@@ -104,7 +105,7 @@ class Model {
   }
 
  private:
-  // On a random way what harms comes now and then only: otherwise nothing would come about.
+  // On random walks harmful events are rare: otherwise no connection would be established.
   bool may() { return !walks_ || random_() % 8 == 0; }
   static State start() {
     State out;

@@ -35,7 +35,8 @@ CASE("SHA-256 gives FIPS 180's examples") {
            "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-// Lengths on both sides of the padding's corners (55 and 56 bytes, one block), each hash checked by the hash of them all.
+// Lengths on both sides of the padding's corners (55 and 56 bytes, one block), each hash checked by the hash of them
+// all.
 CASE("SHA-256 pads every length to two blocks correctly") {
   std::vector<std::byte> digests;
   for (std::size_t length = 0; length <= 130; ++length) {

@@ -146,10 +146,10 @@ CASE("nothing to share: complete when all ranks are, and not before") {
       for (int i = 0; i < 8; ++i)
         for (const auto& it : ranks)
           if (it) it->step(0);
-      for (const auto& it : ranks) CHECK(!it || (it->settled() && !it->complete() && !it->awaited().empty()));
+      for (const auto& it : ranks) CHECK(!it || (it->decided() && !it->complete() && !it->awaited().empty()));
       begin(late);
       step_all(ranks, [&] { return all_complete(ranks); });
-      for (const auto& it : ranks) CHECK(!it->trouble() && it->awaited().empty());
+      for (const auto& it : ranks) CHECK(!it->failure() && it->awaited().empty());
     }
   }
 }
@@ -195,7 +195,7 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
   auto open = doors();
   REQUIRE(open.size() == 1);
   std::vector<Fd> strangers;
-  for (int i = 0; i < 100; ++i) strangers.push_back(visit(*open.begin()));  // and say nothing
+  for (int i = 0; i < 100; ++i) strangers.push_back(visit(*open.begin()));  // and send no bytes
   maker.step(0);
   CHECK(maker.turned_away() == 0 && doors() == open);
   SharedMessage guess;
@@ -225,8 +225,8 @@ CASE("memory goes to who shows the token, whatever strangers do at the door") {
 
 CASE("silent strangers are sent away after two seconds, and do not hold anybody up") {
   std::string problem;
-  auto door = FdSocket::open(problem);
-  REQUIRE(door.has_value());
+  auto listener = FdSocket::open(problem);
+  REQUIRE(listener.has_value());
   Fd silent = visit(hex_encode(door->name()));
   Deadline limit = Deadline::after_ms(30'000);  // a busy machine
   auto begin = Clock::now();
@@ -243,8 +243,8 @@ CASE("silent strangers are sent away after two seconds, and do not hold anybody 
 
 CASE("a token is good once") {
   std::string problem;
-  auto door = FdSocket::open(problem);
-  REQUIRE(door.has_value());
+  auto listener = FdSocket::open(problem);
+  REQUIRE(listener.has_value());
   SharedMessage message;
   message.type = SharedType::kToken;
   random_bytes(message.token);
@@ -286,7 +286,7 @@ CASE("more descriptors than one with a message are closed") {
     CHECK(static_cast<bool>(reader.take_descriptor()));
   }
   char byte = 0;
-  CHECK_EQ(read(reading.get(), &byte, 1), 0);  // nobody else has the writing end
+  CHECK_EQ(read(reading.get(), &byte, 1), 0);  // no other process has the writing end
 }
 
 CASE("whichever connections end, and whenever: others take their place, and all agree") {
@@ -305,7 +305,7 @@ CASE("whichever connections end, and whenever: others take their place, and all 
         plan.round_trip_us = rank == 1 ? 64 : 0;
         ranks.push_back(std::make_unique<SharedSetup>(rank, std::move(sockets[rank]), std::move(plan)));
       }
-      // As the ranks' connectors do: who has got as far says so, everybody else gets another connection.
+      // As the ranks' connectors do: a rank that is ready says so, all others get another connection.
       const auto mend = [&](int rank, int peer) {
         if (ranks[peer]->complete()) return ranks[rank]->note_met(peer, ranks[peer]->round_trip_us());
         int ends[2];
@@ -326,7 +326,7 @@ CASE("whichever connections end, and whenever: others take their place, and all 
         const int rank = draw(world);
         if (ranks[rank]->complete()) continue;
         ranks[rank]->step(0);
-        REQUIRE(!ranks[rank]->trouble());
+        REQUIRE(!ranks[rank]->failure());
         for (int peer : ranks[rank]->take_cut()) mend(rank, peer);
       }
       for (int rank = 0; rank < world; ++rank)
@@ -350,13 +350,13 @@ CASE("a rank that dies on the way is named, wherever it had got to") {
       for (int rank : {0, 2}) {
         for (int peer : ranks[rank]->take_cut())
           if (peer == 1) noticed.insert(rank);
-        if (ranks[rank]->trouble()) noticed.insert(rank);
+        if (ranks[rank]->failure()) noticed.insert(rank);
       }
       return noticed.size() == 2;
     });
     for (int rank : {0, 2}) {
       CHECK(!ranks[rank]->complete());
-      if (const auto& found = ranks[rank]->trouble()) CHECK(found->peer == 1 && found->lost);
+      if (const auto& found = ranks[rank]->failure()) CHECK(found->peer == 1 && found->lost);
     }
   }
 }
@@ -396,7 +396,7 @@ CASE("nobody is ready while what is required could not be") {
   step_all(ranks, [&] { return !ranks[0]->problem(1).empty() && !ranks[1]->problem(0).empty(); });
   for (int i = 0; i < 10; ++i)
     for (const auto& it : ranks) it->step(0);
-  for (const auto& it : ranks) CHECK(!it->complete() && !it->trouble());
+  for (const auto& it : ranks) CHECK(!it->complete() && !it->failure());
   CHECK_EQ(ranks[2]->awaited(), (std::vector<int>{0}));
 }
 
@@ -414,8 +414,8 @@ CASE("what is no part of the set-up is an objection, not a death") {
     if (kind > 0) raw = message.encode();
     CHECK_EQ(send(peer.get(), raw.data(), raw.size(), 0), static_cast<ssize_t>(raw.size()));
     self.step(0);
-    REQUIRE(self.trouble().has_value());
-    CHECK(self.trouble()->peer == 0 && !self.trouble()->lost);
+    REQUIRE(self.failure().has_value());
+    CHECK(self.failure()->peer == 0 && !self.failure()->lost);
   }
 }
 

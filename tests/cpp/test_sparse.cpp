@@ -1,4 +1,5 @@
-// Sparse codes against a plain list of entries: what is selected, what is left, what is merged, and bytes that are no code.
+// Sparse codes against a plain list of entries: what is selected, what is left, what is merged, and bytes that are no
+// code.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

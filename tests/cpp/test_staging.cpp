@@ -1,6 +1,6 @@
-// Collectives on a device's memory (device/staging.h), which here is a SlowDevice's: copies late and out of order, poison in
-// host memory until they are done. The result must have the bits that it has without a device, on all ranks, and what goes
-// wrong in the middle must leave no copy that touches freed memory.
+// Collectives on a device's memory (device/staging.h), which here is a SlowDevice's: copies late and out of order,
+// poison in host memory until they are done. The result must have the bits that it has without a device, on all ranks,
+// and what goes wrong in the middle must leave no copy that touches freed memory.
 #include <array>
 #include <limits>
 #include <list>

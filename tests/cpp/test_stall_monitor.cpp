@@ -264,8 +264,8 @@ CASE("a failure in a group reaches a rank that has not made the group yet") {
 }
 
 CASE("of two causes all ranks report the same one") {
-  // Rank 3 does something else in operation 5, rank 0 in operation 2. The earlier one counts, if it is known in time: here
-  // also on a machine where a rank gets no core for a while.
+  // Rank 3 does something else in operation 5, rank 0 in operation 2. The earlier one counts, if it is known in time:
+  // here also on a machine where a rank gets no core for a while.
   EngineOptions options;
   options.listen_ms = 1500;
   std::mutex mutex;
@@ -339,8 +339,8 @@ CASE("a peer's state survives the wire, and a mutilated one is refused") {
     CHECK_THROWS(ErrorKind::kHandshake, PeerState::decode(std::as_bytes(std::span(raw.data(), length))));
 }
 
-// Rank 0 waits in one group for the others, which wait in another one for rank 0. `program_threads`: of each rank; 0: they
-// are not counted.
+// Rank 0 waits in one group for the others, which wait in another one for rank 0. `program_threads`: of each rank; 0:
+// they are not counted.
 void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expected) {
   EngineOptions options;
   options.stall_notice_ms = 200;

@@ -1,5 +1,5 @@
-// A channel over several sockets (transport/striped.h): who carries what, order, bounded memory, and every way to end. What it has
-// in common with other channels is in test_channel.cpp.
+// A channel over several sockets (transport/striped.h): who carries what, order, bounded memory, and every way to end.
+// What it has in common with other channels is in test_channel.cpp.
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,8 @@
 namespace ringdp::testing {
 namespace {
 
-// One way of a socket, in memory: what is written waits until it is `let` through. It has a descriptor only for the Poller.
+// One way of a socket, in memory: what is written waits until it is `let` through. It has a descriptor only for the
+// Poller.
 struct Wire {
   std::vector<std::byte> bytes;
   std::size_t read = 0;        // taken by the receiver

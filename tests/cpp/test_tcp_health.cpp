@@ -57,7 +57,7 @@ CASE("nothing arrives in either direction: the host's answer on another connecti
     int64_t held_up_ms = 0, silent_ms = 0;
     while (held_up_ms == 0 && silent_ms == 0 && it.at_ms() < 20'000) {
       it.step();
-      if (it.health.doubtful(it.now()) && answers) it.health.heard_elsewhere(it.now());
+      if (it.health.doubtful(it.now()) && answers) it.health.answered_elsewhere(it.now());
       if (it.held_up_ms() >= 4000) held_up_ms = it.at_ms();
       if (it.silence_ms() >= 4000) silent_ms = it.at_ms();
     }

@@ -1,4 +1,5 @@
-// Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different hosts.
+// Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different
+// hosts.
 #include <numeric>
 
 #include "collective/two_level_plan.h"

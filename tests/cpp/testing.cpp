@@ -13,8 +13,9 @@
 #include <thread>
 #include <vector>
 
-// libstdc++ counts the references of an exception in its own library, which is not built with ThreadSanitizer: that the last
-// holder destroys it after all others are done is invisible, and looks like a race. (Which frame of that is seen differs.)
+// libstdc++ counts the references of an exception in its own library, which is not built with ThreadSanitizer: that
+// the last holder destroys it after all others are done is invisible, and looks like a race. (Which frame of that is
+// seen differs.)
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_suppressions() {
   return "race:std::__exception_ptr::exception_ptr::_M_release\nrace:std::runtime_error::~runtime_error\n";
 }

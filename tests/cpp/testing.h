@@ -2,8 +2,8 @@
 //
 //   CASE("what should hold") { CHECK(a == b); CHECK_EQ(got, wanted); CHECK_THROWS(ErrorKind::kValue, call()); }
 //
-// A failed check is printed and the case goes on; REQUIRE leaves the thread's part of the case. A case that takes longer
-// than its limit (60 s; --limit-s N) ends the process with its name.
+// A failed check is printed and the case goes on; REQUIRE leaves the thread's part of the case. A case that takes
+// longer than its limit (60 s; --limit-s N) ends the process with its name.
 //   test_x [--list] [--limit-s N] [part of a name …]
 #pragma once
 

@@ -1,7 +1,7 @@
-// Exchange: what the ranks of an NCCL communicator send each other. In each round every rank gives some buffers and gets
-// those of all. A round ends as NCCL's kernels do: when all ranks are in it with the same operation, or by an abort; a rank
-// that is gone, late or in another operation is waited for.
-// A socket between each two ranks, on this host. Owned by the backend and by its rounds in flight; any thread.
+// Exchange: what the ranks of an NCCL communicator send each other. In each round every rank gives some buffers and
+// gets those of all. A round ends as NCCL's kernels do: when all ranks are in it with the same operation, or by an
+// abort; a rank that is gone, late or in another operation is waited for. A socket between each two ranks, on this
+// host. Owned by the backend and by its rounds in flight; any thread.
 #pragma once
 
 #include <condition_variable>
@@ -33,7 +33,8 @@ class Exchange {
 
   // Blocks until all ranks are connected; throws after the timeout, or at an abort.
   void connect(c10d::Store& store, std::chrono::milliseconds timeout);
-  // A stream has that round's task before this mark, and may be lazy: it is asked for once another rank is in the round.
+  // A stream has that round's task before this mark, and may be lazy: it is asked for once another rank is in the
+  // round.
   void expect(uint64_t round, MarkPointer mark);
   // The parts of all ranks, by rank; empty after an abort. `late` is called if it has not ended by then.
   std::vector<Part> swap(uint64_t round, Part mine, std::chrono::milliseconds timeout,

@@ -1,8 +1,8 @@
-// ProcessGroupNCCL on the fake device, as a program sees torch's: a collective is queued on a stream of its own behind what
-// the caller's current stream has to do; wait() lets the current stream wait for it and not the host; its future is
-// completed at once; its tensors live until somebody has waited, or it is over; abort() ends what is queued, and leaves in
-// the results what was there. What takes longer than the timeout ends the process, after the time that torch gives to dumps.
-// A communicator is made at the first collective, for which the host waits.
+// ProcessGroupNCCL on the fake device, as a program sees torch's: a collective is queued on a stream of its own behind
+// what the caller's current stream has to do; wait() lets the current stream wait for it and not the host; its future
+// is completed at once; its tensors live until somebody has waited, or it is over; abort() ends what is queued, and
+// leaves in the results what was there. What takes longer than the timeout ends the process, after the time that torch
+// gives to dumps. A communicator is made at the first collective, for which the host waits.
 #include "nccl.h"
 
 #include <ATen/core/ivalue.h>

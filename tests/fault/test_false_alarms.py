@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not harness.ring_is_built(), reason="ringdp is n
 
 
 def run(minutes: float, *options: str) -> dict[str, float]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "false_alarms.py"), "--minutes", str(minutes), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=minutes * 60 + 90, check=False)
+    command = [sys.executable, "-m", "benchmarks", "false_alarms", "--minutes", str(minutes), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=minutes * 60 + 90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, float] = json.loads(done.stdout)
     return report

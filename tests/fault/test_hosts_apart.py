@@ -86,6 +86,7 @@ def test_without_ssh_and_with_another_first_host(tmp_path: Path, lab: hosts.Lab,
     assert "rank 1 on box1" in job.out
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_pulled_ends_both(tmp_path: Path, lab: hosts.Lab, ssh: str, jobs: list[Job]) -> None:
     job = start(jobs, lab, tmp_path, "--ssh", ssh, "-H", "box1:1,box2:1", str(script(tmp_path, TRAIN)), "stay")
     wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", 60)

@@ -132,6 +132,7 @@ CHILDREN = {
 needs_ring = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 
+@pytest.mark.ci
 @needs_ring
 def test_what_a_rank_starts_disturbs_its_job_in_nothing(tmp_path: Path, jobs: list[Job]) -> None:
     for name, text in CHILDREN.items():

@@ -159,7 +159,7 @@ def of_the_operator(index: int) -> dict[str, str]:
 
 @pytest.mark.ci
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("variables", [of_the_job, of_the_operator])
+@pytest.mark.parametrize("variables", [of_the_job, pytest.param(of_the_operator, marks=pytest.mark.slow)])
 def test_two_pods_are_stopped_and_go_on(variables: Any, lab: hosts.Lab, place: Path) -> None:
     slow = ("--steps", "100000", "--seconds-per-step", "0.02")
     pods = [start(lab, place, index, variables(index), *slow) for index in range(2)]

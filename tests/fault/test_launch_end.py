@@ -126,6 +126,7 @@ def test_a_launcher_is_killed_at_the_end(tmp_path: Path, jobs: list[Job]) -> Non
     assert re.search(r"FAILED after .*: the launcher on host \S+ was killed", nodes[0].err), nodes[0].err
 
 
+@pytest.mark.ci
 def test_a_launcher_that_is_not_heard_of_any_more(tmp_path: Path, jobs: list[Job]) -> None:
     """With all its processes, as when its host is gone."""
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))

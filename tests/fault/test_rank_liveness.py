@@ -20,6 +20,7 @@ from tests.helpers import need
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.lib import hosts  # noqa: E402
 from tests.fault.launch_jobs import ROOT, wait_until  # noqa: E402
 from tests.fault.rank_jobs import Story, job, me, record, tell, told  # noqa: E402
 from tests.train import harness  # noqa: E402
@@ -145,15 +146,6 @@ def test_a_stuck_rank_is_the_only_one_blamed(tmp_path: Path) -> None:
 # A host that is gone: its link is taken down, so that nobody says goodbye.
 
 
-def hosts_module() -> Any:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import hosts
-    finally:
-        sys.path.pop(0)
-    return hosts
-
-
 LOST_HOST = """
 import json, sys, time
 from pathlib import Path
@@ -182,7 +174,6 @@ while not (folder / "end").exists():
 
 @pytest.mark.parametrize("state", ("busy", pytest.param("idle", marks=pytest.mark.slow)))
 def test_a_lost_host_is_named_within_five_seconds(state: str, tmp_path: Path) -> None:
-    hosts = hosts_module()
     if (reason := hosts.why_not()) is not None:
         pytest.skip(reason)
     import json

@@ -33,7 +33,7 @@ TRAIN = f"""
 """
 
 CORES = threads.usable_cores()
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.lib import hosts
 
 pytestmark = pytest.mark.gpu
 
@@ -36,10 +37,9 @@ def test_on_one_host(tmp_path: Path) -> None:
     all_four_agree(run(*launcher, *JOB[1:]))
 
 
-def test_on_two_hosts_that_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_two_hosts_that_share_the_gpu() -> None:
     """Two network namespaces, in each a rank on the GPU and one on the CPU."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    if reason := importlib.import_module("hosts").why_not():
+    if reason := hosts.why_not():
         pytest.skip(reason)
-    hosts = [sys.executable, "benchmarks/hosts.py", "run", "--hosts", "2", "--per-host", "2", "--rate", "none"]
-    all_four_agree(run(*hosts, "--", *JOB))
+    words = [sys.executable, "-m", "benchmarks", "hosts", "run", "--hosts", "2", "--per-host", "2", "--rate", "none"]
+    all_four_agree(run(*words, "--", *JOB))

@@ -168,4 +168,289 @@ DEVICE = [
     kernel("the last residual is not published", "commit.cu", "i < switches.count", "i + 1 < switches.count"),
 ]
 
-ALL = DEVICE
+
+def core(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
+    return Mutant(name, f"csrc/{file}", text, instead, tests)
+
+
+def above(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
+    """In a file of Python."""
+    return Mutant(name, file, text, instead, tests)
+
+
+COLLECTIVES = "tests/contract/test_collectives_core.py"
+MESSAGES = "tests/contract/test_messages_core.py"
+HEALING = "tests/fault/test_healing.py"
+ELASTIC = "tests/fault/test_elastic.py"
+DEATHS = "tests/train/test_weights_deaths.py"
+
+CORE = [
+    core(
+        "the ring passes on what has not come yet",
+        "collective/ring.cpp",
+        "here = received > begin ? std::min(size, received - begin) : 0;",
+        "here = size;",
+        COLLECTIVES,
+    ),
+    core(
+        "frames that are kept for a later connection read memory that has changed",
+        "mesh/resend_queue.cpp",
+        "if (it.lender != &flow || !concerned(it.payload)) continue;",
+        "continue;",
+        HEALING,
+        "tests/fault/test_healing_meanwhile.py",
+    ),
+    core(
+        "frames are forgotten before they have arrived",
+        "mesh/resend_queue.cpp",
+        "while (!kept_.empty() && kept_.front().end <= delivered_bytes) drop_first();",
+        "while (!kept_.empty()) drop_first();",
+        HEALING,
+    ),
+    core(
+        "the number of elements is not part of an operation's fingerprint",
+        "mesh/frame.cpp",
+        "put(&raw[8], count);",
+        ";",
+        MESSAGES,
+        "tests/fault/test_rank_disagreement.py",
+    ),
+    core(
+        "the length of a frame is believed",
+        "mesh/frame.cpp",
+        "header.length > longest_payload(static_cast<FrameType>(type))",
+        "false",
+        "tests/fault/test_hostile.py",
+        "tests/fault/test_damaged_bytes.py",
+    ),
+    core(
+        "an early frame is taken without its fingerprint",
+        "mesh/incoming_flows.cpp",
+        "if (accept(flow, header)) deliver(flow, header, payload);",
+        "deliver(flow, header, payload);",
+        MESSAGES,
+        "tests/fault/test_rank_disagreement.py",
+        "tests/contract/test_late_connections_core.py",
+    ),
+    core(
+        "a flow gets no grant beyond its first",
+        "mesh/incoming_flows.cpp",
+        "if (limit <= flow.granted) return;",
+        "if (flow.granted != 0) return;",
+        "tests/contract/test_staged_torch.py",
+        COLLECTIVES,
+    ),
+]
+
+REDUCER = [
+    core(
+        "a bucket goes when one of its gradients is missing",
+        "torch/reducer/arrival_tracker.cpp",
+        "--pending_[plan_.bucket_of(parameter)] == 0 && !learning()",
+        "--pending_[plan_.bucket_of(parameter)] <= 1 && !learning()",
+        "tests/train/test_parallel_training.py",
+    ),
+    core(
+        "a bucket goes before an earlier one is full",
+        "torch/reducer/arrival_tracker.cpp",
+        "if (next_bucket_ >= sending_ || pending_[next_bucket_] > 0) return std::nullopt;",
+        "if (next_bucket_ >= sending_) return std::nullopt;",
+        "tests/train/test_parallel_training.py",
+        "tests/train/test_parallel_gradients.py",
+    ),
+    core(
+        "a gradient that arrives twice is taken",
+        "torch/reducer/arrival_tracker.cpp",
+        "if (state.ready) return Arrival::kTwice;",
+        ";",
+        "tests/train/test_parallel_robustness.py",
+        "tests/train/test_parallel_failures.py",
+        "tests/train/test_ddp_methods.py",
+    ),
+    core(
+        "the residual of a step is not the next one's",
+        "torch/reducer/residuals.cpp",
+        "pair.index_ = 1 - *pair.index_;",
+        ";",
+        "tests/train/test_compression.py",
+    ),
+    core(
+        "a residual that an exact bucket has sent stays",
+        "torch/reducer/residuals.cpp",
+        "counts && in_step == Pair::InStep::kSent",
+        "false",
+        "tests/train/test_small_buckets.py",
+        "tests/train/test_compression.py",
+        "tests/train/test_auto_compression.py",
+    ),
+    core(
+        "residuals of parameters that no rank used change",
+        "torch/reducer/residuals.cpp",
+        "!unused.contains(name)",
+        "true",
+        "tests/train/test_compression.py",
+        "tests/train/test_compression_state.py",
+    ),
+    core(
+        "parameters that this rank did not use count as used",
+        "torch/reducer/used_map.cpp",
+        "marks.select(0, static_cast<int64_t>(i)).zero_();",
+        ";",
+        "tests/train/test_parallel_unused.py",
+    ),
+    core(
+        "weights of two micro-batches differ unnoticed",
+        "torch/reducer/gradient_weights.cpp",
+        "if (!on_ || weight == current_) return;",
+        "return;",
+        "tests/train/test_weights.py",
+    ),
+    core(
+        "gradients of a bucket are not aligned",
+        "torch/reducer/bucket_plan.cpp",
+        "memory.numel = (memory.numel + step - 1) / step * step;",
+        ";",
+        "tests/train/test_reducer_reductions.py",
+        "tests/train/test_parallel_gradients.py",
+    ),
+]
+
+CODECS = [
+    core(
+        "a sparse code's values lack their scale",
+        "codec/sparse.cpp",
+        "use(std::to_integer<std::size_t>(*places_++), half_to_float(half_at(values_)) * header_.scale);",
+        "use(std::to_integer<std::size_t>(*places_++), half_to_float(half_at(values_)));",
+        "tests/unit/test_compression_sparse.py",
+        "tests/contract/test_compressed_core.py",
+    ),
+    core(
+        "a block with more entries than a byte counts stays sparse",
+        "codec/sparse.cpp",
+        "dense_ = ++counts_.back() > kMostInBlock || dense_;",
+        "++counts_.back();",
+        "tests/unit/test_compression_sparse.py",
+        "tests/contract/test_compressed_core.py",
+    ),
+    above(
+        "a zero is sent as negative",
+        "compression/methods/sign.py",
+        "pack((part >= 0).view(torch.uint8), 1)",
+        "pack((part > 0).view(torch.uint8), 1)",
+        "tests/unit/test_compression_methods.py",
+    ),
+]
+
+COMPRESSORS = [
+    above(
+        "the last rule that fits counts",
+        "compression/rules.py",
+        "            return self.pairs[number][1]\n",
+        "            last = number\n        if list(self.fitting(one)):\n            return self.pairs[last][1]\n",
+        "tests/unit/test_compression_rules.py",
+    ),
+    above(
+        "error feedback forgets the error",
+        "compression/feedback.py",
+        'state["residual"] = x - decoded',
+        'state["residual"] = x - x',
+        "tests/unit/test_compression_feedback.py",
+        "tests/train/test_custom_compressor.py",
+        "tests/train/test_exchanged_codes.py",
+    ),
+    above(
+        "EF21's estimate does not move",
+        "compression/feedback.py",
+        'state["estimate"] = decoded + state.get("estimate", 0.0)',
+        'state["estimate"] = decoded',
+        "tests/unit/test_compression_feedback.py",
+        "tests/train/test_exchanged_codes.py",
+    ),
+    above(
+        "PowerSGD starts anew in each step",
+        "compression/methods/power_sgd.py",
+        "        if self.warm_start:\n",
+        "        if not self.warm_start:\n",
+        "tests/unit/test_compression_low_rank.py",
+    ),
+]
+
+LAUNCHER = [
+    above(
+        "a rank that lost another one is blamed for it",
+        "launcher/failure.py",
+        "if exception and _CONSEQUENCES.search(exception):",
+        "if exception and not exception:",
+        "tests/unit/test_launch_failure.py",
+        "tests/fault/test_launch_failure.py",
+    ),
+    above(
+        "a stopped rank is never ended",
+        "launcher/stopped.py",
+        "if seconds >= self._limit_s and pid not in self._ended:",
+        "if seconds >= 2 * self._limit_s + 60 and pid not in self._ended:",
+        "tests/unit/test_stopped_ranks.py",
+        "tests/fault/test_elastic_launch.py",
+    ),
+    above(
+        "the last ranks that run are ended, too",
+        "launcher/stopped.py",
+        "if not others and len(self._stopped_s) == len(pids):",
+        "if False:",
+        "tests/unit/test_stopped_ranks.py",
+        "tests/fault/test_elastic_launch.py",
+    ),
+    above(
+        "the error file of torch is read as a text",
+        "launcher/failure.py",
+        'message["message"] if isinstance(message, dict) else message',
+        "message",
+        "tests/unit/test_launch_failure.py",
+        "tests/fault/test_launch_failure.py",
+    ),
+]
+
+MEMBERS = [
+    core(
+        "a step that all have finished does not count",
+        "membership/agreement.cpp",
+        "if (all_done) ++decision.committed;",
+        ";",
+        ELASTIC,
+        "tests/fault/test_elastic_joint.py",
+    ),
+    core(
+        "free calls are not made again",
+        "membership/agreement.cpp",
+        "state.unfinished || state.called != states.front().called",
+        "false",
+        "tests/fault/test_elastic_collectives.py",
+    ),
+    core(
+        "the bucket's input is not kept for the step that is made again",
+        "torch/reducer/step_repair.cpp",
+        "kept.spare.copy_(buffer);",
+        ";",
+        ELASTIC,
+        DEATHS,
+        "tests/fault/test_elastic_features.py",
+    ),
+    core(
+        "a step is made again from what is left of its sums",
+        "torch/reducer/step_repair.cpp",
+        "index < kept_.size() && kept_[index].filled && kept_[index].copied",
+        "false",
+        ELASTIC,
+        DEATHS,
+        "tests/fault/test_elastic_features.py",
+    ),
+    core(
+        "the view of the group is not followed before a step is made again",
+        "torch/reducer/step_repair.cpp",
+        "group_.follow_view();",
+        ";",
+        ELASTIC,
+    ),
+]
+
+ALL = [*CORE, *REDUCER, *CODECS, *COMPRESSORS, *LAUNCHER, *MEMBERS, *DEVICE]

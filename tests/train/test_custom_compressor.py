@@ -11,7 +11,7 @@ from tests.train.harness import ring_is_built
 from tests.train.test_examples import no_launcher, on_two_ranks, run_main
 
 need("sklearn.datasets", "scikit-learn")
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")]
 __all__ = ["no_launcher"]  # a fixture
 
 

@@ -15,6 +15,7 @@ from tests.helpers import need
 
 need("sklearn.datasets", "scikit-learn")
 
+pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits.py"
 
@@ -66,6 +67,7 @@ def test_two_ranks_train_and_all_checks_hold(tmp_path: Path) -> None:
     assert output.count("step 88/88") == 1, "from rank 0 only"
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("RINGDP_", "TORCHELASTIC_"))]:
         monkeypatch.delenv(name)

@@ -24,7 +24,7 @@ from tests.train.harness import ROOT, ring_is_built, run_ranks
 
 need("sklearn.datasets", "scikit-learn")
 need("tqdm")
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")]
 
 # Quick settings, and what the last lines say.
 QUICK = {
@@ -144,7 +144,7 @@ def test_two_sites_in_network_namespaces() -> None:
     """As the example's own text says: the command makes the sites."""
     if reason := hosts.why_not():
         pytest.skip(reason)
-    command = "benchmarks/long_line.py --hosts 2 --per-host 2 --rate 20mbit --delay 5ms --"
+    command = "-m benchmarks long_line --hosts 2 --per-host 2 --rate 20mbit --delay 5ms --"
     words = [sys.executable, *command.split(), sys.executable, "examples/far_apart.py", *QUICK["far_apart"][0]]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     if done.returncode == 2 and "/dev/net/tun" in done.stderr:
@@ -179,6 +179,7 @@ def with_port(port: int, folder: str) -> float:
         os.chdir(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.usefixtures("no_launcher")
 def test_one_rank_needs_no_launcher_and_a_check_can_fail(name: str) -> None:

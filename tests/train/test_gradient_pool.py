@@ -420,7 +420,12 @@ def test_a_training_has_the_same_bits_with_and_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, environ", [("gradient_pool=False", {}), ("", {"RINGDP_GRADIENT_POOL": "0"}), ("device_ids=None", None)]
+    "options, environ",
+    [
+        ("gradient_pool=False", {}),
+        pytest.param("", {"RINGDP_GRADIENT_POOL": "0"}, marks=pytest.mark.ci),
+        pytest.param("device_ids=None", None, marks=pytest.mark.ci),
+    ],
 )
 def test_switched_off_the_process_is_as_it_was(options: str, environ: dict[str, str] | None) -> None:
     said = alone(

@@ -280,7 +280,9 @@ model(torch.ones(2, 40)).sum().backward()
 """
 
 
-@every_backend
+@pytest.mark.parametrize(
+    "backend", [pytest.param(it, marks=pytest.mark.ci) if it == "gloo" else it for it in backends()]
+)
 @pytest.mark.parametrize("how, code", [("exit", 7), ("interrupt", -signal.SIGINT)])
 def test_the_process_ends_by_it(backend: str, how: str, code: int, tmp_path: Path) -> None:
     words = (str(tmp_path), backend, how)

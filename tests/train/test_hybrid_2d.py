@@ -15,6 +15,7 @@ need("sklearn.datasets", "scikit-learn")
 
 from examples import hybrid_2d  # noqa: E402
 
+pytestmark = pytest.mark.slow
 SCRIPT = ROOT / "examples" / "hybrid_2d.py"
 
 # The example with RingDP replaced by a wrapper that averages nothing.

@@ -34,7 +34,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.ci), 2, pytest.param(3, marks=pytest.mark.ci)])
 def test_it_trains_as_ringdp_with_the_same_optimizer(ranks: int, dtype: torch.dtype, optimizer: str) -> None:
     kind, numbers = OPTIMIZERS[optimizer]
     results = run_ranks(cases.train_all, HOWS, kind, numbers, dtype, world_size=ranks, backend="ring")
@@ -49,7 +49,7 @@ def test_it_trains_as_ringdp_with_the_same_optimizer(ranks: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4", "bf16", "topk", {"type": "2bit", "threshold": 0.5}, {"type": "1bit"}])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_codes_are_those_of_a_simulation(ranks: int, spec: Any) -> None:
     compressor = Threshold(bits=int(spec["type"][0])) if isinstance(spec, dict) else compression.get(spec)
     gradients = [[cases.gradient(step, rank) for rank in range(ranks)] for step in range(3)]

@@ -188,10 +188,11 @@ def test_codecs_of_the_core(tmp_path: Path, compression: str) -> None:
     assert differing(tmp_path, GRID, torch.float32, "plain", compression=compression) == []
 
 
-COMPRESSORS = [TopK(0.1), PowerSGD(2), "signsgd", "randomk", "sign", "qsgd", "terngrad"]
+ONE_OF_EACH_KIND = [TopK(0.1), PowerSGD(2), "signsgd"]
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("randomk", "sign", "qsgd", "terngrad")]
 
 
-@pytest.mark.parametrize("compression", [pytest.param(one, id=str(one)) for one in COMPRESSORS])
+@pytest.mark.parametrize("compression", [*ONE_OF_EACH_KIND, *OTHERS], ids=str)
 def test_compressors_in_python(tmp_path: Path, compression: Any) -> None:
     assert differing(tmp_path, GRID[1:6:2], torch.float32, "plain", compression=compression) == []
 
@@ -199,17 +200,17 @@ def test_compressors_in_python(tmp_path: Path, compression: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("weighted", {"weight": "samples"}),
+        pytest.param("weighted", {"weight": "samples"}, marks=pytest.mark.ci),
         ("weighted", {"weight": "samples", "compression": "int8"}),
-        ("scaled", {}),
+        pytest.param("scaled", {}, marks=pytest.mark.ci),
         ("scaled", {"compression": "int4", "warmup_steps": 1}),
-        ("joined", {}),
+        pytest.param("joined", {}, marks=pytest.mark.ci),
         ("joined", {"weight": "samples", "compression": "int8"}),
         ("plain", {"static_graph": True}),
         ("plain", {"reduce_dtype": torch.float64, "guard_every": 1}),
         ("plain", {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
         ("plain", {"rules": [("0.*", "int8"), ("2.*", "bf16")]}),
-        ("compiled", {}),
+        pytest.param("compiled", {}, marks=pytest.mark.ci),
         ("compiled", {"compression": "int8"}),
         ("autocast", {}),
     ],

@@ -58,7 +58,7 @@ def one_process(optimizer: str, mode: str, dtype: torch.dtype, ranks: int) -> Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.ci) for ranks in (1, 3, 4))])
 def test_it_equals_one_process(ranks: int, dtype: torch.dtype) -> None:
     results = run_ranks(cases.train_all, dtype, world_size=ranks, backend="ring")
     assert sum(rows for _, rows in (one["sgd", "sum", False] for one in results)) == cases.ROWS

@@ -559,5 +559,6 @@ def compiled() -> None:
         close(model, reference("mlp", 8, torch.float64), 1e-12)
 
 
+@pytest.mark.ci
 def test_compiled_model() -> None:
     run_ranks(compiled, backend="ring")

@@ -1,10 +1,9 @@
-"""The benchmarks print their help, and understand every command that the documents give."""
+"""`python -m benchmarks` lists each benchmark, each explains itself, and the documents' commands parse."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,69 +13,13 @@ torch = pytest.importorskip("torch")
 from tests.helpers import need  # noqa: E402
 
 need("sklearn", "scikit-learn")  # the digits
+
+from benchmarks.__main__ import RUNNABLES, listed, main, module_of  # noqa: E402
+from benchmarks.lib import session  # noqa: E402
+
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # the tools are scripts: they find each other beside themselves
-
-import allreduce  # noqa: E402
-import auto_compression  # noqa: E402
-import checksum  # noqa: E402
-import churn  # noqa: E402
-import compression_plots  # noqa: E402
-import compression_quality  # noqa: E402
-import elastic  # noqa: E402
-import elastic_peers  # noqa: E402
-import embedding  # noqa: E402
-import far  # noqa: E402
-import far_loss  # noqa: E402
-import guard  # noqa: E402
-import hosts  # noqa: E402
-import kernels  # noqa: E402
-import kvstore  # noqa: E402
-import long_line  # noqa: E402
-import memory  # noqa: E402
-import plots  # noqa: E402
-import reconfigure  # noqa: E402
-import reducer  # noqa: E402
-import rounds  # noqa: E402
-import selection  # noqa: E402
-import startup  # noqa: E402
-import step  # noqa: E402
-import strangers  # noqa: E402
-import time_to_loss  # noqa: E402
-import tune  # noqa: E402
-import unequal  # noqa: E402
-
-TOOLS = (
-    allreduce,
-    auto_compression,
-    checksum,
-    churn,
-    compression_plots,
-    compression_quality,
-    elastic,
-    elastic_peers,
-    embedding,
-    far,
-    far_loss,
-    guard,
-    hosts,
-    kernels,
-    kvstore,
-    long_line,
-    memory,
-    plots,
-    reconfigure,
-    reducer,
-    rounds,
-    selection,
-    startup,
-    step,
-    strangers,
-    time_to_loss,
-    tune,
-    unequal,
-)
-PARSERS = {f"{tool.__name__}.py": tool.parse for tool in TOOLS}
 DOCUMENTS = {
     "docs/lab/benchmarks.md": 3,
     "docs/how-to/compression.md": 0,
@@ -87,54 +30,64 @@ DOCUMENTS = {
 """And how many commands of benchmarks each has at least."""
 
 
-@pytest.mark.parametrize("tool", PARSERS)
-def test_help_is_printed(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_a_command_line_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert listed() in capsys.readouterr().out
+    modules = {it.module for it in RUNNABLES.values()}
+    for path in (ROOT / "benchmarks").glob("*/*.py"):
+        runs = re.search(r"^def (options|main)\(", path.read_text(), re.MULTILINE)
+        name = f"{path.parent.name}.{path.stem}"
+        assert (name in modules) == bool(runs) or path.stem == "session" or path.stem.endswith("_rank"), name
+    assert main(["nonsense"]) == 2
+
+
+@pytest.mark.parametrize("name", RUNNABLES)
+def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        PARSERS[tool](["--help"])
+        main([name, "--help"])
     assert ended.value.code == 0
-    assert "options:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "options:" in out
+    assert out.startswith(f"usage: python -m benchmarks {name}")
 
 
 @pytest.mark.parametrize(
-    ("tool", "options", "words"),
+    ("command", "words"),
     [
-        ("time_to_loss.py", "--modes nonsense", "'nonsense' is not known: choose from ddp-gloo,"),
-        ("time_to_loss.py", "--modes bare", "'bare' is not known"),
-        ("step.py", "--modes nonsense", "'nonsense' is not known: choose from bare,"),
-        ("compression_quality.py", "gpt --methods nonsense", "'nonsense' is not known: choose from exact;"),
-        ("checksum.py", "--meetings 1", "at least two meetings"),
-        ("checksum.py", "--sizes 6", "positive multiple of 4"),
-        ("checksum.py", "--ranks 1", "at least two are needed"),
-        ("reconfigure.py", "--ranks 1", "at least two ranks"),
-        ("elastic.py", "--losses 1", "at least two ranks"),
-        ("elastic_peers.py", "--ranks 2", "3 to 8 ranks are needed"),
-        ("elastic_peers.py", "--peers nonsense", "'nonsense' is not known: choose from ringdp, torchft, horovod"),
-        ("churn.py", "--ranks 1", "at least two ranks"),
-        ("churn.py", "--faults flood", "'flood' is not known: choose from kill,"),
-        ("startup.py", "--ranks 2,0", "at least one is needed"),
-        ("startup.py", "--peers mpi", "'mpi' is not known: choose from ring, gloo"),
-        ("kvstore.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt, small"),
-        ("guard.py", "--every x", "a list of numbers like default,100,500"),
-        ("unequal.py", "--models nonsense", "'nonsense' is not known: choose from mlp, gpt"),
-        ("rounds.py", "loss --runs nonsense", "'nonsense' is not known: choose from RingDP"),
-        ("unequal.py", "--ranks 1", "at least two ranks"),
-        ("selection.py", "--numel 0", "at least one element"),
-        ("selection.py", "--rounds 0", "one round"),
-        ("selection.py", "--fraction nan", "above 0 and at most 1"),
+        ("allreduce --sizes 4q", "is not a size"),
+        ("allreduce --sizes 6", "positive multiple of 4"),
+        ("allreduce --peers nccl", "'nccl' is not known: choose from gloo, mpi"),
+        ("allreduce --ranks 3 --hosts 2", "cannot be spread evenly"),
+        ("allreduce --ranks-per-host 2", "goes with --hosts"),
+        ("allreduce --percentiles 101", "between 0 and 100"),
+        ("step --modes nonsense", "'nonsense' is not known: choose from bare,"),
+        ("step --modes bare --against ringdp", "'ringdp' is not known: choose from bare"),
+        ("time_to_loss --modes bare", "'bare' is not known"),
+        ("compression_quality gpt --methods nonsense", "'nonsense' is not known: choose from exact;"),
+        ("compression_quality gpt --methods exact;topk DGC", "momentum on the ranks"),
+        ("elastic_peers --ranks 2", "3 to 8 ranks are needed"),
+        ("churn --every x", "could not convert"),
+        ("startup --ranks 2,0", "--ranks must be 1 or more"),
+        ("rounds overlap --every 0", "--every must be 1 or more"),
+        ("kernels --fraction nan", "above 0 and at most 1"),
+        ("tune --ranks 1", "--ranks must be 2 or more"),
+        ("hosts run --hosts 2", "which command?"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(
-    tool: str, options: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused_with_what_can(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, _, options = command.partition(" ")
+    given = options.split(" ", 2) if ";" in options else shlex.split(options)
     with pytest.raises(SystemExit) as ended:
-        PARSERS[tool](shlex.split(options))
+        main([name, *given])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("document", "least"), DOCUMENTS.items())
 def test_the_commands_in_the_documents_parse(document: str, least: int) -> None:
-    lines = re.findall(r"^(?:sudo )?python benchmarks/(\S+) ?(.*)$", (ROOT / document).read_text(), re.MULTILINE)
+    text = (ROOT / document).read_text().replace("\\\n", "")
+    lines = re.findall(r"^(?:sudo )?python -m benchmarks (\S+) ?(.*)$", text, re.MULTILINE)
     assert len(lines) >= least
-    for tool, options in lines:
-        PARSERS[tool](shlex.split(options))
+    for name, options in lines:
+        module, words = module_of(name), shlex.split(options, comments=True)
+        module.parse(words) if hasattr(module, "parse") else session.parse(module, words, name)

@@ -1,4 +1,4 @@
-"""The benchmark tools run, check results before timing, print what they promise and leave nothing behind.
+"""What the benchmarks share: sizes, statistics, ranks, hosts; and two of them run, and check before they time.
 
 No time measured here decides anything.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,31 +21,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from benchmarks.collectives import allreduce, ceiling, tune  # noqa: E402
+from benchmarks.lib import hosts, measure, models, mpi, plots, ranks, session  # noqa: E402
+from benchmarks.training import memory, reducer, step  # noqa: E402
+from ringdp.tools.bench import collectives, measuring  # noqa: E402
 from tests.helpers import need  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other beside themselves
+ROOT = Path(__file__).resolve().parents[2]
 
-import allreduce  # noqa: E402
-import allreduce_rank  # noqa: E402
-import ceiling  # noqa: E402
-import goodput  # noqa: E402
-import hosts  # noqa: E402
-import measure  # noqa: E402
-import memory  # noqa: E402
-import models  # noqa: E402
-import mpi  # noqa: E402
-import plots  # noqa: E402
-import ranks  # noqa: E402
-import reducer  # noqa: E402
-import session  # noqa: E402
-import step  # noqa: E402
-import tune  # noqa: E402
+pytestmark = pytest.mark.nightly
 
 
 def run_tool(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(FOLDER / name), *options]
-    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    words = [sys.executable, "-m", "benchmarks", name, *options]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
 def quick(*options: str) -> list[str]:
@@ -81,19 +68,6 @@ def owner(name: str) -> str:
 # --- numbers and words
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("4k", 4096), ("4KiB", 4096), ("25m", 25 << 20), ("1G", 1 << 30), (" 8 B", 8)]
-)
-def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
-    assert measure.parse_size(text.replace(" B", "B")) == size
-
-
-@pytest.mark.parametrize("text", ["", "k", "4x", "-4", "4.5m", "mk"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        measure.parse_size(text)
-
-
 def test_percentile_interpolates() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
     assert measure.percentile(values, 0.0) == 1.0
@@ -109,12 +83,6 @@ def test_the_slowest_rank_counts() -> None:
     assert (slowest.median_s, slowest.min_s, slowest.count) == (3.0, 2.0, 2)
 
 
-def test_a_table_lines_up() -> None:
-    lines = measure.table(["size", "time"], [["4 KiB", "1 s"], ["1 MiB", "12.5 ms"]]).splitlines()
-    assert lines[0] == "size      time"
-    assert lines[3] == "1 MiB  12.5 ms"
-
-
 def test_a_busy_machine_is_said_to_be_busy() -> None:
     quiet = measure.Quiet.start()
     quiet.stop(ranks_s=0.0)
@@ -124,62 +92,12 @@ def test_a_busy_machine_is_said_to_be_busy() -> None:
     assert len(quiet.warnings()) == 3
 
 
-def test_derived_numbers_of_a_step() -> None:
-    def row(mode: str, step_s: float, backward_s: float, alone_s: float | None) -> dict[str, Any]:
-        alone = {"median_s": alone_s} if alone_s else None
-        return {
-            "model": "m",
-            "mode": mode,
-            "numel": 1000,
-            "wire_bytes": 4000,
-            "step": {"median_s": step_s},
-            "backward": {"median_s": backward_s},
-            "all_reduce": alone,
-            "sent_bytes_per_step": [4200],
-        }
-
-    rows = [row("bare", 10.0, 6.0, None), row("ddp-gloo", 20.0, 16.0, 10.0), row("ringdp", 12.0, 8.0, 4.0)]
-    bare, gloo, ours = step.add_derived(rows, session.Place(ranks=2, hosts=2))
-    assert "hidden" not in bare
-    assert gloo["hidden"] == 0.0
-    assert ours["hidden"] == (6.0 + 4.0 - 8.0) / 4.0
-    assert (ours["over_ddp_gloo"], ours["over_bare"], ours["exposed_s"]) == (0.6, 1.2, 2.0)
-    assert ours["sent_over_theory"] == 1.05
-
-
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_are_the_same_on_every_rank_and_batches_are_not(name: str) -> None:
     ours, theirs = models.make(name, rank=0), models.make(name, rank=1)
     pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
     assert not torch.equal(ours.batch[0], theirs.batch[0])
-
-
-# --- a wrong result is not timed
-
-
-def test_a_wrong_sum_is_refused_with_its_place() -> None:
-    right = torch.arange(10.0)
-    allreduce_rank.check("ring", right.clone(), right, rank=1, exact=True)
-    wrong = right.clone()
-    wrong[7] += 1
-    for exact in (True, False):
-        with pytest.raises(allreduce_rank.WrongResult, match="ring gave a wrong sum on rank 1: element 7 of 10"):
-            allreduce_rank.check("ring", wrong, right, rank=1, exact=exact)
-
-
-@pytest.mark.parametrize(("world_size", "count"), [(1, 5), (2, 250), (3, 7), (8, 100)])
-def test_the_sum_at_the_end_of_a_block_is_known(world_size: int, count: int) -> None:
-    def call(x: Any) -> None:  # as if all ranks had held the same
-        x.mul_(world_size)
-
-    source = torch.tensor([1.0, -3.0, 48.0])
-    x, measured = torch.empty_like(source), allreduce_rank.Measured()
-    growth = allreduce_rank.timed_block(allreduce_rank.timed_calls(call), x, source, count, world_size, measured)
-    assert torch.isfinite(x).all()
-    allreduce_rank.check("fake", x, source * world_size * growth, rank=0, exact=False)
-    assert len(measured.seconds) == count
-    assert measured.calls > count
 
 
 # --- processes
@@ -202,16 +120,15 @@ def test_ranks_that_hang_are_given_up() -> None:
         ranks.run_commands([command], timeout_s=0.2, echo=lambda label, line: None)
 
 
-_BUSY = "measure.busy_processes(2)", "diagnosis._busy(2)"
 _RANKS = "ranks.run_commands([ranks.Command(['sleep', '60'], {}, str(i)) for i in (0, 1)], timeout_s=60, echo=print)"
-_HANG = "diagnosis_hangs.run_case('stuck', 1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("body", [*(f"with {busy}: time.sleep(60)" for busy in _BUSY), _RANKS, _HANG])
+@pytest.mark.parametrize("body", ["with measure.busy_processes(2): time.sleep(60)", _RANKS])
 def test_what_a_tool_started_ends_with_it(body: str, number: signal.Signals) -> None:
-    words = [sys.executable, "-c", f"import time, diagnosis, diagnosis_hangs, measure, ranks\n{body}"]
-    run = subprocess.Popen(words, cwd=FOLDER)
+    words = [sys.executable, "-c", f"import time\nfrom benchmarks.lib import measure, ranks\n{body}"]
+    run = subprocess.Popen(words, cwd=ROOT)
     try:
         _until(lambda: len(_children(run.pid)) == 2)
         started = _children(run.pid)
@@ -241,32 +158,48 @@ def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-# --- allreduce.py and step.py
+# --- all-reduces and steps
 
 
-def backends_here() -> list[str]:
-    return ["gloo"] if session.why_no_ringdp() else ["ring", "gloo"]
-
-
-def test_allreduce_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    without = [] if "ring" in backends_here() else ["--without-ring"]
-    done = run_tool("allreduce.py", *quick("--sizes", "4,4k", "--peers", "gloo,mpi", "--json", str(path), *without))
+@pytest.mark.parametrize("where", [("--ranks", "2"), ("--hosts", "2")])
+@pytest.mark.usefixtures("namespaces")
+def test_allreduce_prints_and_writes_what_it_promises(tmp_path: Path, where: tuple[str, str]) -> None:
+    path, several = tmp_path / "out.json", where[0] == "--hosts"
+    peers = "gloo,mpi,core" if several else "gloo,mpi,ceiling,core"
+    options = [*where, "--sizes", "4k,64k", "--peers", peers, "--compressed", "int8", "--iperf-seconds", "0"]
+    done = run_tool("allreduce", *quick(*options, "--json", str(path)))
     assert done.returncode == 0, done.stderr
     for word in ("median", "p99", "algbw", "busbw", "time / ring", "load average"):
         assert word in done.stdout
     assert ("not installed" in done.stdout) == (mpi.why_not() is not None)
     result = json.loads(path.read_text())
-    expected = backends_here() + ([] if mpi.why_not() else ["mpi"])
-    assert [(row["size_bytes"], row["backend"]) for row in result["rows"]] == [
-        (size, name) for size in (4, 4096) for name in expected
-    ]
-    row = result["rows"][-1]
-    assert row["busbw"] == row["algbw"] == 4096 / row["time"]["median_s"]
-    assert len(row["block_medians_s"]) == 2
+    names = ["ring", "ring+int8", *(name for name in peers.split(",") if name not in result["missing"])]
+    assert [row["backend"] for row in result["rows"]] == names * 2
+    for row in result["rows"]:
+        assert row["busbw"] == row["algbw"] == row["size_bytes"] / row["time"]["median_s"]
+        assert len(row["sent_bytes_per_call"]) == (2 if several else 0)
+        assert (row["error"] is not None) == (row["backend"] == "ring+int8")
+    if several:
+        assert 1.0 <= result["rows"][len(names)]["sent_over_theory"] < 1.3
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the engine, by a group of one rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        place = collectives.Place(0, 1, torch.float32, torch.device("cpu"))
+        made = [allreduce.InPlace("right", lambda x: x), allreduce.InPlace("wrong", lambda x: x.add_(1))]
+        ((right, wrong),) = measuring.measure("all_reduce", [64], made, place, measuring.Plan(rounds=1, seconds=0.01))
+        assert (right.wrong, wrong.wrong) == (0, 16)
+        assert right.time_s is not None
+        assert wrong.time_s is None
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_ceiling_adds_up(ranks: int) -> None:
     """Ranks as threads, sizes on both sides of each of its limits, one call after another."""
     if reason := ceiling.why_not(ranks=ranks, hosts=0):
@@ -278,41 +211,49 @@ def test_the_ceiling_adds_up(ranks: int) -> None:
             own = ceiling.Ceiling(Path(paths["library"]), Path(paths["memory"]), rank=rank, ranks=ranks)
             ready.wait(10)
             for count in (1, 1000, 8192, 8193, 65536, 65537, 300_001):
-                x = allreduce_rank.values(rank, count)
+                x = torch.arange(count, dtype=torch.float32).remainder(97) + rank
+                wanted = (x - rank) * ranks + sum(range(ranks))
                 own.all_reduce(x)
-                expected = sum(allreduce_rank.values(r, count) for r in range(ranks))
-                assert isinstance(expected, torch.Tensor)
-                allreduce_rank.check("ceiling", x, expected, rank=rank, exact=True)
+                assert torch.equal(x, wanted)
 
         for each in [threads.submit(run, rank) for rank in range(ranks)]:
             each.result(timeout=60)
 
 
-def test_the_ceiling_is_measured_beside_the_others(tmp_path: Path) -> None:
-    if reason := ceiling.why_not(ranks=2, hosts=0):
-        pytest.skip(reason)
-    path = tmp_path / "out.json"
-    options = ["--sizes", "4,3m", "--peers", "gloo,ceiling", "--without-ring", "--huge-pages", "--json", str(path)]
-    done = run_tool("allreduce.py", *quick(*options))
+def test_step_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
+    path, modes = tmp_path / "out.json", ["bare", "ddp-gloo", "ringdp", "ringdp-topk-dgc", "ddp-ring-powersgd"]
+    options = quick("--models", "small", "--modes", ",".join(modes), "--zero-grad", "keep", "--json", str(path))
+    done = run_tool("step", *options)
     assert done.returncode == 0, done.stderr
-    assert [row["backend"] for row in json.loads(path.read_text())["rows"]] == ["gloo", "ceiling"] * 2
-    assert not list(Path("/dev/shm").glob("ringdp-ceiling-*"))
-
-
-def test_the_core_is_timed_without_torch_beside_busy_processes(tmp_path: Path) -> None:
-    if "ring" not in backends_here():
-        pytest.skip("ringdp is not built")
-    path = tmp_path / "out.json"
-    options = ["--sizes", "4k", "--peers", "none", "--core", "--percentiles", "0,99.9", "--busy", "1"]
-    done = run_tool("allreduce.py", *quick(*options, "--busy-cores", "0", "--json", str(path)))
-    assert done.returncode == 0, done.stderr
-    assert "beside 1 busy processes, pinned to cores [0]" in done.stdout
-    assert "p99.9" in done.stdout
+    for word in ("p99", "/ ringdp", "exposed", "hidden", "load average"):
+        assert word in done.stdout
     rows = json.loads(path.read_text())["rows"]
-    assert [row["backend"] for row in rows] == ["ring", "core"]
-    for row in rows:
-        assert row["percentiles_s"]["0"] == row["time"]["min_s"]
-        assert row["percentiles_s"]["99.9"] >= row["time"]["median_s"]
+    assert [row["mode"] for row in rows] == modes
+    for row in rows[1:]:
+        assert sum(row["bucket_bytes"]) == 4 * row["numel"] == 1200 * (32 * 32 + 32)
+
+
+def test_derived_numbers_of_a_step() -> None:
+    def row(mode: str, step_s: float, backward_s: float, alone_s: float | None) -> dict[str, Any]:
+        row = {"model": "m", "mode": mode, "wire_bytes": 4000, "sent_bytes_per_step": [4200]}
+        row |= {"step": {"median_s": step_s}, "backward": {"median_s": backward_s}}
+        return row | {"all_reduce": {"median_s": alone_s} if alone_s else None}
+
+    rows = [row("bare", 10.0, 6.0, None), row("ddp-gloo", 20.0, 16.0, 10.0), row("ringdp", 12.0, 8.0, 4.0)]
+    bare, gloo, ours = step.add_derived(rows, session.Place(ranks=2, hosts=2))
+    assert "hidden" not in bare
+    assert gloo["hidden"] == 0.0
+    assert (ours["hidden"], ours["exposed_s"], ours["sent_over_theory"]) == ((6.0 + 4.0 - 8.0) / 4.0, 2.0, 1.05)
+
+
+def test_wrong_gradients_are_not_timed() -> None:
+    bare = reducer.Measured(reducer.Rows(3, 2), torch.ones(3, 2))
+    module = reducer.Rows(3, 2)
+    other = reducer.Measured(module, torch.ones(3, 2))
+    reducer.compare("same", other, bare)
+    module.rows[2].register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ranks.Failed, match="ddp: the gradient of parameter 2 is not the bare module's"):
+        reducer.compare("ddp", other, bare)
 
 
 def test_where_there_is_no_ceiling_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,75 +261,6 @@ def test_where_there_is_no_ceiling_it_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert "2 to 16 ranks" in str(ceiling.why_not(ranks=17, hosts=0))
     monkeypatch.setenv("PATH", "/nowhere")
     assert "no C++ compiler" in str(ceiling.why_not(ranks=2, hosts=0))
-
-
-def test_step_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    modes = ["bare", "ddp-gloo"] + (["ringdp", "ddp-ring"] if "ring" in backends_here() else [])
-    options = quick("--models", "small", "--modes", ",".join(modes), "--zero-grad", "keep", "--json", str(path))
-    done = run_tool("step.py", *options)
-    assert done.returncode == 0, done.stderr
-    for word in ("p99", "/ ddp-gloo", "/ bare", "exposed", "hidden", "load average"):
-        assert word in done.stdout
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["mode"] for row in rows] == modes
-    assert all(row["numel"] == 300 * (32 * 32 + 32) for row in rows)
-    for row in rows[1:]:
-        assert sum(row["bucket_bytes"]) == 4 * row["numel"]
-
-
-def test_reducer_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
-    if "ring" not in backends_here():
-        pytest.skip("ringdp is not built")
-    path = tmp_path / "out.json"
-    options = ["--parameters", "20", "--rounds", "2", "--steps", "1", "--modes", "ddp,ddp-view,ringdp,ringdp-static"]
-    done = run_tool("reducer.py", *options, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    for word in ("added", "quartiles", "/ ddp", "load average"):
-        assert word in done.stdout
-    modes = ["bare", "ddp", "ddp-view", "ringdp", "ringdp-static"]
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["case"], row["mode"]) for row in rows] == [(case, mode) for case in reducer.CASES for mode in modes]
-    assert [len(row["step_added_quartiles_s"]) for row in rows] == [2] * len(rows)
-
-
-def test_wrong_gradients_are_not_timed() -> None:
-    bare = reducer.Measured(reducer.Rows(3, 2), torch.ones(3, 2))
-    module = reducer.Rows(3, 2)
-    other = reducer.Measured(module, torch.ones(3, 2))
-    reducer.check("same", other, bare)
-    module.rows[2].register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(reducer.WrongResult, match="ddp: the gradient of parameter 2 is not the bare module's"):
-        reducer.check("ddp", other, bare)
-
-
-def test_the_wrappers_cost_is_compared_with_ddp_of_the_same_settings() -> None:
-    added = {"bare": 0.0, "ddp": 4.0, "ddp-view": 3.0, "ddp-static": 8.0, "ringdp": 1.5, "ringdp-strict": 0.75}
-    added |= {"ringdp-static": 2.0, "ringdp-unused": 1.0}
-    rows = reducer.add_derived([{"case": "alone", "mode": mode, "step_added_s": s} for mode, s in added.items()])
-    shares = {row["mode"]: row["over_ddp"] for row in rows if "over_ddp" in row}
-    assert shares == {"ringdp": 0.5, "ringdp-strict": 0.25, "ringdp-static": 0.25}
-
-
-def test_memory_prints_and_writes_what_it_promises(tmp_path: Path) -> None:
-    if "ring" not in backends_here():
-        pytest.skip("ringdp is not built")
-    path = tmp_path / "out.json"
-    options = ["--models", "small", "--repeats", "1", "--modes", "ringdp", "--json", str(path)]
-    done = run_tool("memory.py", *options)
-    assert done.returncode == 0, done.stderr
-    assert "resident / ddp-ring-view" in done.stdout
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["tensors"] >= 4 * row["numel"]  # its gradients at the least
-
-
-def test_memory_is_compared_with_ddp_where_that_was_measured() -> None:
-    def row(mode: str, model: str, amount: int) -> dict[str, Any]:
-        return {"model": model, "mode": mode} | dict.fromkeys(memory.COUNTS, amount)
-
-    ours, _, alone = memory.add_derived([row("ringdp", "a", 3), row(memory.PEER, "a", 4), row("ringdp", "b", 3)])
-    assert ours["resident_over_ddp"] == ours["tensors_over_ddp"] == 0.75
-    assert "resident_over_ddp" not in alone
 
 
 def test_the_peak_of_tensors_is_what_they_take_at_once() -> None:
@@ -401,56 +273,7 @@ def test_the_peak_of_tensors_is_what_they_take_at_once() -> None:
     assert memory.peak_of_tensors(action) == 4 * ((1 << 18) + (1 << 19))
 
 
-@pytest.mark.skipif(session.why_no_ringdp() is None, reason="ringdp is built here")
-@pytest.mark.parametrize("tool", ["allreduce.py", "step.py", "reducer.py", "memory.py"])
-def test_without_ringdp_the_tools_say_so(tool: str) -> None:
-    done = run_tool(tool)
-    assert done.returncode == 2
-    assert "make build" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("parse", "options"),
-    [
-        (allreduce.parse, ["--sizes", "4q"]),
-        (allreduce.parse, ["--sizes", "6"]),
-        (allreduce.parse, ["--peers", "nccl"]),
-        (allreduce.parse, ["--ranks", "3", "--hosts", "2"]),
-        (allreduce.parse, ["--ranks-per-host", "2"]),
-        (allreduce.parse, ["--ranks", "4", "--hosts", "2", "--ranks-per-host", "2"]),
-        (allreduce.parse, ["--rounds", "0"]),
-        (allreduce.parse, ["--busy", "-1"]),
-        (allreduce.parse, ["--percentiles", "101"]),
-        (step.parse, ["--modes", "horovod"]),
-        (tune.parse, ["--ranks", "1"]),
-        (tune.parse, ["--ranks", "3", "--hosts", "2"]),
-        (plots.parse, ["pie"]),
-        (step.parse, ["--models", "bert"]),
-        (reducer.parse, ["--modes", "ddp,horovod"]),
-        (reducer.parse, ["--cases", "crowd"]),
-        (reducer.parse, ["--parameters", "0"]),
-        (memory.parse, ["--models", "bert"]),
-        (memory.parse, ["--repeats", "0"]),
-        (hosts.parse, ["run", "--hosts", "2"]),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    parse: Callable[[list[str]], Any], options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse(options)
-    assert ended.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
-def test_strangers_at_a_running_job_are_all_refused() -> None:
-    done = run_tool("strangers.py", "--size", "4k", "--blocks", "1", "--rate", "200")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"under [1-9]\d* attempts .*, ratio \d", done.stdout)
-
-
-# --- tune.py and plots.py
+# --- tune and plots
 
 
 def test_the_limit_is_where_going_over_costs_least() -> None:
@@ -487,51 +310,50 @@ def test_the_file_keeps_what_was_not_measured() -> None:
 
 
 def test_tune_writes_a_file_that_ringdp_reads(tmp_path: Path) -> None:
-    if "ring" not in backends_here():
-        pytest.skip("ringdp is not built")
     from ringdp.config import tuning
 
     path = tmp_path / "tuning.json"
-    options = ["--ranks", "2,3", "--sizes", "4k,16k", "--rounds", "1", "--block-seconds", "0.005"]
-    done = run_tool("tune.py", *options, "--output", str(path))
-    assert done.returncode == 0, done.stderr
-    assert f"written to {path}" in done.stderr
+    options = ["--sizes", "4k,16k", "--rounds", "1", "--block-seconds", "0.005", "--output", str(path)]
+    for count in ("2", "3"):
+        done = run_tool("tune", *options, "--ranks", count)
+        assert done.returncode == 0, done.stderr
+        assert f"written to {path}" in done.stdout
     found = tuning.read(str(path))
     assert set(found.limits) == {f"one_host.{name}" for name in tuning.MEASURED_LIMITS}
     assert set(found.limits.values()) <= {0, 4096, 8192, 16384, 32768}
     assert set(found.costs) == {"alpha_local_us", "beta_local_ns_per_byte", "gamma_ns_per_byte"}
     path.write_text('{"ringdp_tuning": 2}')
-    assert tune.main(["--output", str(path)]) == 2  # not overwritten
+    assert run_tool("tune", "--output", str(path)).returncode == 2  # not overwritten
 
 
 def test_plots_are_drawn_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("matplotlib")
-    need("ringdp._C", "ringdp's extension, built with `make build`,")
-    assert plots.main(["busbw", "--draw", "--folder", str(tmp_path)]) == 2
-    assert plots.main(["model", "--folder", str(tmp_path)]) == 2
+
+    def draw(name: str) -> int:
+        return session.main(plots, "plots", [name, "--draw", "--folder", str(tmp_path)])
+
+    assert [draw("busbw"), draw("model")] == [2, 2]
     assert capsys.readouterr().err.count("nothing was measured yet") == 2
 
     def result(ranks: int, hosts: int) -> dict[str, Any]:
-        place = session.Place(ranks=ranks, hosts=hosts)
-        names = ["ring", "gloo", "ceiling"]
         rows: list[dict[str, Any]] = [
             {"size_bytes": size, "backend": name, "busbw": 1e9, "time": {"median_s": size / 1e9}}
             for size in (4096, 1 << 20)
-            for name in names
+            for name in ("ring", "gloo", "ceiling")
         ]
-        words = {"ranks": ranks, "hosts": hosts, "words": str(place)}
-        return {"place": words, "machine": {"cores": 2}, "rows": rows, "goodput_bytes_per_s": None}
+        place = {"ranks": ranks, "hosts": hosts, "words": str(session.Place(ranks=ranks, hosts=hosts))}
+        return {"place": place, "machine": {"cores": 2}, "rows": rows, "goodput_bytes_per_s": None}
 
     (tmp_path / "busbw.json").write_text(json.dumps([result(2, 0), result(4, 0)]))
     (tmp_path / "hosts.json").write_text(json.dumps([result(2, 2), result(4, 4)]))
-    for name in plots.PLOTS:
-        assert plots.main([name, "--draw", "--folder", str(tmp_path)]) == 0
+    for name in ("busbw", "hosts", "model"):
+        assert draw(name) == 0
         picture = (tmp_path / f"{name}.svg").read_text()
-        assert plots.main([name, "--draw", "--folder", str(tmp_path)]) == 0
+        assert draw(name) == 0
         assert (tmp_path / f"{name}.svg").read_text() == picture  # the same file again
 
 
-# --- hosts.py
+# --- hosts
 
 
 def test_without_root_or_iproute2_hosts_says_what_is_needed(
@@ -549,7 +371,7 @@ def test_without_root_or_iproute2_hosts_says_what_is_needed(
 @pytest.mark.usefixtures("namespaces")
 def test_hosts_run_starts_each_rank_in_its_place() -> None:
     script = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $GROUP_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $(hostname)"'
-    done = run_tool("hosts.py", "run", "--hosts", "2", "--per-host", "2", "--", "sh", "-c", script)
+    done = run_tool("hosts", "run", "--hosts", "2", "--per-host", "2", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0] 0/4 0 0 10.77.0.1 eth0 h0",
@@ -557,9 +379,9 @@ def test_hosts_run_starts_each_rank_in_its_place() -> None:
         "[2] 2/4 0 1 10.77.0.1 eth0 h1",
         "[3] 3/4 1 1 10.77.0.1 eth0 h1",
     ]
-    identity = run_tool("hosts.py", "run", "--hosts", "2", "--", "sh", "-c", "echo $RINGDP_HOST_ID")
+    identity = run_tool("hosts", "run", "--hosts", "2", "--", "sh", "-c", "echo $RINGDP_HOST_ID")
     assert len({line.split()[1] for line in identity.stdout.splitlines()}) == 2
-    assert run_tool("hosts.py", "run", "--", "false").returncode == 1
+    assert run_tool("hosts", "run", "--", "false").returncode == 1
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -589,8 +411,8 @@ def test_what_a_killed_run_left_is_cleaned_up_by_the_next() -> None:
 
 def _start_sleepers() -> subprocess.Popen[str]:
     """hosts.py with a rank on each of two hosts that has said that it runs."""
-    words = [sys.executable, str(FOLDER / "hosts.py"), "run", "--", "sh", "-c", "echo up; exec sleep 90"]
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "benchmarks", "hosts", "run", "--", "sh", "-c", "echo up; exec sleep 90"]
+    run = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     assert sorted(run.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
     return run
@@ -621,31 +443,3 @@ def test_named_hosts_stay_until_they_are_removed(capsys: pytest.CaptureFixture[s
     finally:
         assert hosts.main(["down", "--name", name]) == 0
     _assert_gone(name)
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_allreduce_between_hosts_counts_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    without = [] if "ring" in backends_here() else ["--without-ring"]
-    options = quick("--hosts", "2", "--sizes", "1m", "--peers", "gloo,mpi", "--iperf-seconds", "0", *without)
-    done = run_tool("allreduce.py", *options, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert "sent / theory" in done.stdout
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["backend"] for row in rows] == backends_here() + ([] if mpi.why_not() else ["mpi"])
-    for row in rows:
-        assert len(row["sent_bytes_per_call"]) == 2
-        assert 1.0 <= row["sent_over_theory"] < 1.2
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_iperf3_says_what_the_line_carries(monkeypatch: pytest.MonkeyPatch) -> None:
-    with hosts.Hosts(2, rate="200mbit") as two:
-        monkeypatch.setattr(shutil, "which", lambda tool: None)
-        assert goodput.measure(two, seconds=1) is None
-        monkeypatch.undo()
-        line = goodput.measure(two, seconds=1)
-        if line is None:
-            pytest.skip("iperf3 is not installed")
-        assert line.both_ways > 0
-        assert 0 < line.one_way < 25e6 * 1.1  # 200 Mbit/s are 25 MB/s

@@ -20,6 +20,7 @@ import pytest
 
 from ringdp import _build
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 
 

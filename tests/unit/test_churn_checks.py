@@ -1,8 +1,7 @@
-"""What benchmarks/churn.py checks after a job: it finds nothing in a right history, and each thing that is wrong."""
+"""What churn_checks.py finds after a job: nothing in a right history, and each thing that is wrong."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import churn_checks  # noqa: E402
-from churn_checks import Step, Told  # noqa: E402
+from benchmarks.failures import churn_checks  # noqa: E402
+from benchmarks.failures.churn_checks import Step, Told  # noqa: E402
 
 RANKS, STEPS, LOST_IN = 3, 20, 7
 VIEW = (2, "[0, 2]")

@@ -35,6 +35,7 @@ def test_what_is_built_in_keeps_its_promises(name: str) -> None:
     assert f"{report.bits:.2f} bits an element" in str(report)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", OF_THE_TESTS)
 def test_what_the_tests_use_keeps_its_promises(name: str) -> None:
     check_compressor(OF_THE_TESTS[name])

@@ -114,6 +114,7 @@ def test_what_is_not_finite_is_not_hidden(value: float, core: bool) -> None:
         assert bool(mean.isnan().all())
 
 
+@pytest.mark.slow
 @CORE
 def test_it_keeps_its_promises(core: bool) -> None:
     with serving(core):

@@ -121,6 +121,7 @@ def test_bytes_that_are_no_code_are_refused(core: bool) -> None:
                 sparse.merge([good, wrong], 1000, 2.0, None, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compressor",
     ["topk", TopK(0.1), TopK(0.5), TopK(0.1, error_feedback=False), TopK(0.1, error_feedback=DGC(0.9, clip=10.0))],

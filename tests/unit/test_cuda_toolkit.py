@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "2.11.0+cu130"
 

@@ -6,6 +6,7 @@ Each Python block of each page runs by itself unless a table here says otherwise
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 
 import ringdp  # noqa: E402
 from ringdp.compression import registry  # noqa: E402
-from ringdp.config import VARIABLES, RingConfig  # noqa: E402
+from ringdp.config import VARIABLES, RingConfig, tuning, variables  # noqa: E402
 from ringdp.ddp.arguments import ARGUMENTS  # noqa: E402
 from ringdp.launcher import arguments  # noqa: E402
 from ringdp.testing import check_compressor  # noqa: E402
@@ -36,7 +37,7 @@ from tests.unit.doc_pages import ROOT, Block  # noqa: E402
 
 FROM_DDP, FROM_HOROVOD = "docs/how-to/migrating_from_ddp.md", "docs/how-to/migrating_from_horovod.md"
 CHECKPOINTS, LAUNCHING = "docs/how-to/checkpoints.md", "docs/how-to/launching.md"
-ARCHITECTURE = "docs/design/architecture.md"
+ARCHITECTURE, MAP = "docs/design/architecture.md", "docs/design/map.md"
 CUSTOM, AMP = "docs/start/custom_compressors.md", "docs/how-to/amp.md"
 PAGES = pages.all_pages()
 # Their blocks share their names and run in order.
@@ -47,6 +48,9 @@ WALKS = ["docs/start/first_job.md", "docs/start/slow_network.md"]
 ELSEWHERE = ["docs/how-to/integrations.md", "docs/how-to/torchft.md"]
 # Needs torch 2.14.
 RECONFIGURE = "docs/how-to/reconfigure.md"
+SETTINGS = "docs/reference/settings.md"
+# Set by ringdp for the processes that a rank starts; a level that a logger gets.
+NOT_READ_BY_A_VALUE = ["RINGDP_RANK_PROCESS", "RINGDP_LOG_LEVEL"]
 # Uses a function of torch that newer versions deprecate.
 MAY_WARN = [FROM_HOROVOD]
 
@@ -212,8 +216,9 @@ def shape(line: str) -> str:
     return " ".join(re.sub(r"-{3,}", "---", line).split())
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", WALKS)
+@pytest.mark.parametrize("page", [WALKS[0], pytest.param(WALKS[1], marks=pytest.mark.slow)])
 def test_a_walk_shows_what_the_page_shows(page: str, clean: Path) -> None:
     shown = list(steps(page, clean))
     assert len(shown) >= 3
@@ -279,6 +284,13 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in pages.anchors(path), f"{page}: {target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_within_130_columns(page: str) -> None:
+    """Tables and code, too: a long cell is shortened or becomes a list, a long command goes on behind a backslash."""
+    long = [number for number, line in enumerate(pages.read(page).splitlines(), 1) if len(line) > 130]
+    assert long == []
+
+
 def test_the_readme_is_short_and_the_index_has_every_page() -> None:
     assert len(pages.read("README.md").splitlines()) <= 130
     listed = {target for target, _ in pages.links("docs/README.md")}
@@ -291,9 +303,54 @@ def test_every_example_is_in_the_table() -> None:
     assert sorted(re.findall(r"\((\w+\.py)\)", table)) == sorted(it.name for it in (ROOT / "examples").glob("*.py"))
 
 
-def test_settings_are_the_variables_there_are() -> None:
-    page = pages.read("docs/reference/settings.md")
-    assert set(re.findall(r"^\| `(RINGDP_\w+)`", page, re.MULTILINE)) == set(VARIABLES)
+def settings() -> dict[str, tuple[str, str, str]]:
+    """Of each variable on the page of settings its default, its values and what reads it."""
+    rows = re.findall(r"^\| `(RINGDP_\w+)` \| (.*) \| (.*) \| `([\w.]+)` \|$", pages.read(SETTINGS), re.MULTILINE)
+    return {variable: (default, values, reader) for variable, default, values, reader in rows}
+
+
+def reading(variable: str, reader: str, text: str | None) -> Any:
+    """What `reader` makes of the variable: of a field of RingConfig, or a function's result."""
+    environ = {} if text is None else {variable: text}
+    if reader.startswith("RingConfig."):
+        assert variables._READERS[variable][0] == reader.removeprefix("RingConfig.")
+        return getattr(RingConfig.from_environment(environ), reader.removeprefix("RingConfig."))
+    return getattr(variables, reader)(environ)
+
+
+def test_settings_are_the_variables_there_are_each_explained_once() -> None:
+    assert list(settings()) == re.findall(r"^\| `(RINGDP_\w+)`", pages.read(SETTINGS), re.MULTILINE)
+    assert set(settings()) == set(VARIABLES)
+    explained = re.findall(r"^- `(RINGDP_\w+)`: ", pages.read(SETTINGS), re.MULTILINE)
+    assert sorted(explained) == sorted(VARIABLES)
+
+
+@pytest.mark.parametrize("variable", [it for it in VARIABLES if it not in NOT_READ_BY_A_VALUE])
+def test_a_setting_has_the_default_and_the_values_of_its_page(
+    variable: str, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, values, reader = settings()[variable]
+    unset = reading(variable, reader, None)
+    if default.startswith("`"):
+        assert reading(variable, reader, default.strip("`")) == unset
+    else:
+        assert unset in (None, "", 0, tuning.Tuning())
+    monkeypatch.setattr(variables, "metrics_dir", lambda environ=None: str(clean))  # tensorboard needs one
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    given = re.findall(r"`([^`]+)`", values)
+    assert [text for text in given if reading(variable, reader, text) is None] == []
+    assert len({str(reading(variable, reader, text)) for text in given}) == len(given)
+    for highest in re.findall(r"` to `(\d+)`", values):
+        with pytest.raises(ringdp.InvalidArgumentError, match=variable):
+            reading(variable, reader, str(int(highest) + 1))
+
+
+def test_settings_that_are_not_read_by_a_value() -> None:
+    for variable in NOT_READ_BY_A_VALUE:
+        default, _, reader = settings()[variable]
+        assert default.startswith("none")
+        assert callable(getattr(variables, reader))
+    assert re.findall(r"`(\w+)`", settings()["RINGDP_LOG_LEVEL"][1]) == list(variables._LOG_LEVELS)
 
 
 def test_the_exceptions_are_those_there_are() -> None:
@@ -305,7 +362,8 @@ def test_the_exceptions_are_those_there_are() -> None:
 
 
 def test_architecture_names_files_and_functions_there_are() -> None:
-    rows = re.findall(r"^\| (.*\?) \| (.*) \|$", pages.section(ARCHITECTURE, "Which file answers it"), re.MULTILINE)
+    items = re.findall(r"^- (.*\n(?:  .*\n)*)", pages.section(ARCHITECTURE, "Which file answers it"), re.MULTILINE)
+    rows = [" ".join(item.split()).partition("? ")[::2] for item in items]
     assert len(rows) >= 20
     for question, answer in rows:
         files = re.findall(r"`([\w/]+\.\w+)`", answer)
@@ -313,6 +371,13 @@ def test_architecture_names_files_and_functions_there_are() -> None:
         assert [file for file in files if not (ROOT / file).is_file()] == [], question
         for function in re.findall(r"`(\w+)` in", answer):
             assert re.search(rf"\b{function}\(", pages.read(files[0])), f"{question} {function}"
+
+
+def test_the_map_names_files_there_are() -> None:
+    named = re.findall(r"`((?:ringdp|csrc|engine|membership|mesh|torch)/[\w/]+(?:\.\w+)?)`", pages.read(MAP))
+    assert len(named) >= 40
+    places = [ROOT, ROOT / "ringdp", ROOT / "ringdp/csrc"]
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
 
 
 def test_the_way_of_a_gradient_leads_through_functions_there_are() -> None:
@@ -343,10 +408,10 @@ def test_what_horovods_page_names_exists() -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_argument_is_documented_as_it_is(name: str) -> None:
-    assert f"| `{name}` | {ARGUMENTS[name].does} |" in pages.read(FROM_DDP)
+    assert f"- `{name}`: {ARGUMENTS[name].does} - " in " ".join(pages.section(FROM_DDP, "Arguments").split()) + " - "
 
 
 def test_nothing_else_is_documented_as_an_argument() -> None:
     section = pages.section(FROM_DDP, "Arguments")
-    rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("- `")]
     assert rows == list(ARGUMENTS)

@@ -1,18 +1,14 @@
-"""What benchmarks/elastic_peers.py says of the step after a loss, and of a peer that is not there."""
+"""What benchmarks/failures/elastic_peers.py says of the step after a loss, and of a peer that is not there."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # the tools find each other beside them
-
-import elastic_peers  # noqa: E402
+from benchmarks.failures import elastic_peers  # noqa: E402
 
 
 def survivors(means: list[list[float]], own: list[list[float]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh, mostly with a script in place of Python: what it runs, and what is left when it is cut."""
+"""benchmarks/gpu/check.sh, mostly with a script in place of Python: what it runs, and what is left when it is cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
+SCRIPT = ROOT / "benchmarks" / "gpu" / "check.sh"
 ENDS_WITHIN_S = 60.0
 NINE_MINUTES_S = 9 * 60
 # Of which a GPU's name, the carried build, imports: what no part of a call has.

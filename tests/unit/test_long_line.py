@@ -1,4 +1,4 @@
-"""The line that benchmarks/long_line.py puts between hosts: delay, losses, a rate, a NAT; it leaves nothing behind."""
+"""The line that far/long_line.py puts between hosts: delay, losses, a rate, a NAT; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))  # the tools are scripts: they find each other beside themselves
+from benchmarks.far import long_line
+from benchmarks.far.long_line import FarHosts, LongLine
+from benchmarks.lib import hosts
 
-import hosts  # noqa: E402
-import long_line  # noqa: E402
-from long_line import FarHosts, LongLine  # noqa: E402
+pytestmark = pytest.mark.nightly
 
 # The second host answers what comes; the first one measures. UDP: nothing is sent again.
 ECHO = """
@@ -112,7 +110,7 @@ def test_behind_nat_nobody_is_called_and_everybody_calls() -> None:
 
 
 def test_a_command_runs_on_each_host_and_fails_as_its_ranks_do() -> None:
-    tool = [sys.executable, str(FOLDER / "long_line.py"), "--hosts", "2", "--per-host", "2", "--delay", "1ms", "--"]
+    tool = [sys.executable, "-m", "benchmarks", "long_line", "--hosts", "2", "--per-host", "2", "--delay", "1ms", "--"]
     done = subprocess.run([*tool, "sh", "-c", "echo $RANK on $(hostname)"], capture_output=True, text=True, check=False)
     assert sorted(done.stdout.split("\n")[:-1]) == ["[0] 0 on h0", "[1] 1 on h0", "[2] 2 on h1", "[3] 3 on h1"], done
     assert subprocess.run([*tool, "false"], capture_output=True, check=False).returncode == 1

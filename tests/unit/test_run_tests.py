@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers import need
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 # Each call of fails(n, name) is one run of a test: the first n fail.
 CASES = """
@@ -162,6 +163,7 @@ def test_not_where_the_first_failures_are_to_end_the_run(project: Project, argum
     assert project.runs("flaky") == "x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("many", "status"), [(20, 0), (21, 1)])
 def test_not_where_many_fail(project: Project, many: int, status: int) -> None:
     project.write(

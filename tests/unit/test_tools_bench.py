@@ -30,7 +30,8 @@ from tests.helpers import free_port, need  # noqa: E402
 
 need("ringdp._C", "ringdp's extension, built with `make build`,")
 
-pytestmark = pytest.mark.timeout(300)  # two ranks and gloo's take minutes where compilers have the cores
+# Two ranks and gloo's take minutes where compilers have the cores.
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMIX_|SLURM_|TORCHELASTIC_|RINGDP_)")
 
@@ -186,6 +187,7 @@ def test_it_measures_ranks_that_it_starts(tmp_path: Path) -> None:
         assert row["algbw"] == pytest.approx(row["size_bytes"] / row["time_s"])
 
 
+@pytest.mark.slow
 def test_all_collectives_beside_gloo_and_compressors_without_numpy(tmp_path: Path) -> None:
     need("ringdp._C", "ringdp's extension, built with `make build`,")
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy here')")

@@ -84,7 +84,7 @@ def test_what_is_wrong_names_file_key_and_what_is_allowed(document: Any, words: 
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SystemResourceError, match=r"RINGDP_TUNING=.*nowhere.json cannot be read: .*tune\.py"):
+    with pytest.raises(SystemResourceError, match=r"RINGDP_TUNING=.*nowhere.json cannot be read: .*benchmarks tune"):
         RingConfig.from_environment({"RINGDP_TUNING": str(tmp_path / "nowhere.json")})
 
 

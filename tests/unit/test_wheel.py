@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import checkout_files, need
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
@@ -132,6 +133,7 @@ def test_torch_finds_the_backend_by_itself(clean_environment: Path, tmp_path: Pa
     assert done.stdout.strip() == "True", done.stderr
 
 
+@pytest.mark.slow
 def test_trains_without_a_compiler(clean_environment: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = [str(clean_environment / "bin" / "ringrun"), "--nproc-per-node", "2", "train.py"]

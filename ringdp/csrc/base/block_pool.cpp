@@ -43,7 +43,7 @@ void* BlockPool::allocate(std::size_t bytes) noexcept try {
   auto fitting = free_.lower_bound({bytes, 0});
   if (fitting == free_.end()) {
     if (!add_segment(bytes)) {
-      give_back(step_);  // what is idle may be what the system lacks
+      give_back(step_);  // the idle memory may be what the system lacks
       if (!add_segment(bytes)) return nullptr;
     }
     fitting = free_.lower_bound({bytes, 0});
@@ -139,7 +139,8 @@ void BlockPool::stamp(uintptr_t segment_address, Segment& segment, uintptr_t beg
   }
 }
 
-// `released` is a free range that free_ does not have; neither has it the result, which covers it and its free neighbours.
+// `released` is a free range that is not in free_. The result covers it and its free neighbours, and is not in free_
+// either.
 BlockPool::Ranges::iterator BlockPool::merge(Segment& segment, Ranges::iterator released) {
   if (const auto next = std::next(released); next != segment.ranges.end() && !next->second.used) {
     free_.erase({next->second.bytes, next->first});

@@ -1,9 +1,9 @@
-// BlockPool: blocks of memory of 4 KiB and more that cost page faults only once. Released blocks keep their pages, merge with
-// released neighbours, and serve later requests of any size. What no block has covered for kKeptSteps steps goes back to the
-// kernel, in units of one huge page.
+// BlockPool: blocks of memory of 4 KiB and more that cost page faults only once. Released blocks keep their pages,
+// merge with released neighbours, and serve later requests of any size. A huge page that no block has covered for
+// kKeptSteps steps goes back to the kernel.
 //
-// Memory is mapped in segments aligned to 2 MiB with MADV_HUGEPAGE; where the kernel has no huge pages the pages are ordinary
-// ones. It is private: a forked child has a copy-on-write copy of the blocks and of the pool.
+// Memory is mapped in segments aligned to 2 MiB with MADV_HUGEPAGE; where the kernel has no huge pages the pages are
+// ordinary ones. It is private: a forked child has a copy-on-write copy of the blocks and of the pool.
 //
 // Owned by the process-wide allocator (torch/reducer/gradient_pool.h), or by a test. Any thread.
 #pragma once
@@ -40,12 +40,12 @@ class BlockPool {
   // Uninitialised memory; null where the system refuses, or for 0 bytes.
   void* allocate(std::size_t bytes) noexcept;
   bool owns(const void* block) const noexcept;
-  // Nothing where `block` does not come from allocate.
+  // Does nothing if `block` does not come from allocate.
   void release(void* block) noexcept;
 
   // A step is over: memory that was in no block for kKeptSteps of them goes back to the kernel.
   void end_step() noexcept;
-  // false: released blocks go back to the kernel at once, and what is idle now does, too. The start is true.
+  // With false, released blocks go back to the kernel at once, as does all memory that is idle now. Initially true.
   void keep(bool kept) noexcept;
   Use use() const noexcept;
 

@@ -7,10 +7,10 @@
 namespace ringdp {
 namespace {
 
-volatile float start = 1.0F;  // not known to the compiler, which would compute the loop's result otherwise
+volatile float start = 1.0F;  // volatile: otherwise the compiler computes the loop's result
 thread_local volatile float result;
 
-// Independent sums, more than the processor can work on at once.
+// Independent sums, more than the processor can add at once.
 void compute() noexcept {
   constexpr int kRounds = 400;
   std::array<float, 48> sums;

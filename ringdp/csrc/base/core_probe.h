@@ -1,7 +1,7 @@
-// CoreProbe: how fast a core computes now, by a loop that is always the same and takes about a microsecond. It keeps the core's
-// floating point units busy, so it takes longer where a neighbour has them, too (the other thread of the core, perhaps another
-// virtual machine's), where the clock is low, and on a slower processor. Nothing in the kernel's accounts shows the first.
-// Value type; one for each thread that is measured.
+// CoreProbe: how fast a core computes now, by a loop that is always the same and takes about a microsecond. It keeps
+// the core's floating point units busy, so it takes longer while the core's other hardware thread (of another virtual
+// machine, perhaps) uses them too, at a low clock, and on a slower processor. The kernel's accounts do not show the
+// first. Value type; one for each thread that is measured.
 #pragma once
 
 namespace ringdp {
@@ -10,11 +10,11 @@ class CoreProbe {
  public:
   // Runs the loop.
   void sample() noexcept;
-  // Of the samples since the last call, seconds; 0 without any.
+  // Seconds, of the samples since the last call; 0 without any.
   float take_mean() noexcept;
 
  private:
-  static constexpr float kMost = 4.0F;  // times the shortest; what takes longer was interrupted
+  static constexpr float kMost = 4.0F;  // times the shortest; a longer sample was interrupted
 
   float shortest_ = 0.0F;
   float sum_ = 0.0F;

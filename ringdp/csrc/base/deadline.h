@@ -13,7 +13,7 @@ class Deadline {
  public:
   static Deadline never() { return Deadline(Clock::time_point::max()); }
   static Deadline after_ms(int64_t timeout_ms, Clock::time_point now = Clock::now()) {
-    // A year is for ever here, and adding more could overflow the clock.
+    // At most a year: adding more could overflow the clock.
     constexpr int64_t kYearMs = 365LL * 24 * 3600 * 1000;
     return timeout_ms >= kYearMs ? never() : Deadline(now + std::chrono::milliseconds(timeout_ms));
   }

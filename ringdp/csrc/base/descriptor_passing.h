@@ -1,5 +1,5 @@
-// Bytes on a Unix stream socket with a descriptor beside them (SCM_RIGHTS, unix(7)). Neither blocks nor raises SIGPIPE; results
-// and errno are those of sendmsg(2) and recvmsg(2). Any thread, one per socket and direction.
+// Bytes on a Unix stream socket with a descriptor beside them (SCM_RIGHTS, unix(7)). Neither blocks nor raises
+// SIGPIPE; results and errno are those of sendmsg(2) and recvmsg(2). Any thread, one per socket and direction.
 #pragma once
 
 #include <sys/types.h>

@@ -12,13 +12,13 @@ namespace ringdp {
 enum class ErrorKind : uint8_t {
   kPeerLost = 0,     // PeerLostError (ConnectionError): a rank died, left, or its connection broke
   kTimeout = 1,      // RingTimeoutError (TimeoutError)
-  kMismatch = 2,     // MismatchError (ValueError): ranks disagree about what is being done
-  kHandshake = 3,    // HandshakeError (ConnectionError): could not meet, or not the same job
+  kMismatch = 2,     // MismatchError (ValueError): ranks call different operations, or with different arguments
+  kHandshake = 3,    // HandshakeError (ConnectionError): rendezvous or handshake failed, or another job
   kValue = 4,        // InvalidArgumentError (ValueError): this rank's own arguments
   kState = 5,        // InvalidStateError: used after shutdown, after a failure, in a forked child
   kSystem = 6,       // SystemResourceError (OSError): descriptors, memory, ports
   kInterrupted = 7,  // not seen by users: a Python signal handler raised during a wait
-  kDamaged = 8,      // DamagedDataError (PeerLostError): a connection changed what it carried
+  kDamaged = 8,      // DamagedDataError (PeerLostError): bytes were corrupted on the way
   kMembership =
       9,          // MembershipChanged (PeerLostError): the group has other members now, and an operation was unfinished
   kExpelled = 10  // ExpelledError (PeerLostError): the other members go on without this rank
@@ -37,7 +37,7 @@ struct ErrorContext {
   std::string cause;         // "connection reset by peer"
   std::string advice;        // what to do
   bool unexplained = false;  // a connection ended, and no rank has given the reason
-  int64_t view = -1;         // of an elastic group, after the change that the error tells of
+  int64_t view = -1;         // of an elastic group, after the change that the error reports
   std::vector<int> survivors;
 };
 

@@ -33,7 +33,7 @@ struct Registry {
 
   void close_and_remove(int fd) {
     std::lock_guard lock(
-        mutex);  // closed under the lock: a fork in between would leave the number to another descriptor
+        mutex);  // closed under the lock: otherwise a fork in between could close another descriptor of that number
     auto it = std::find(open.begin(), open.end(), fd);
     if (it == open.end()) return;  // a child already closed it
     open.erase(it);

@@ -1,7 +1,7 @@
-// Fd owns one file descriptor and closes it. Every descriptor of ringdp lives in one.
-// All open ones are listed in a process-wide registry (the one allowed global, DESIGN.md) so that a forked child, a
-// data-loader worker say, closes its copies at once: otherwise a dead rank's sockets would stay open in its children and
-// its peers would not notice the death. Any thread; one Fd is used by one thread at a time.
+// Fd owns one file descriptor and closes it. Every descriptor of ringdp lives in one. A process-wide registry (the one
+// global that is allowed) lists all open ones, so that a forked child, for example a data-loader worker, closes its
+// copies at once. Otherwise a dead rank's sockets would stay open in its children, and its peers would not notice the
+// death. Any thread; one Fd is used by one thread at a time.
 #pragma once
 
 namespace ringdp {
@@ -26,8 +26,8 @@ class Fd {
   int fd_ = -1;
 };
 
-// How often this process image was forked since the registry was made: an object that remembers the value it was born
-// with can tell that it now lives in a child, where its threads and descriptors do not exist.
+// The number of forks between the making of the registry and this process. An object that keeps the value from its
+// construction can tell that it is now in a child, where its threads and descriptors do not exist.
 unsigned fork_generation() noexcept;
 
 }  // namespace ringdp

@@ -1,5 +1,5 @@
-// Marks of the functions that define element arithmetic: nvcc compiles them for the device too, so that CPU and GPU share
-// one definition of the bits. Stateless, any thread.
+// Marks of the functions that define element arithmetic: nvcc compiles them for the device too, so that CPU and GPU
+// share one definition of the bits. Stateless, any thread.
 #pragma once
 
 #if defined(__CUDACC__)

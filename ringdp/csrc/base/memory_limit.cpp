@@ -33,7 +33,8 @@ int64_t cached_in(const std::string& group, const Names& names) {
   return sum;
 }
 
-// The tightest limit of the group and those around it. In a container the path may be the host's: then only the root is.
+// The least of the limits of the group and of the groups around it. In a container the path may be the host's: then
+// only the root exists.
 std::optional<int64_t> left_in(const std::string& root, std::string path, const Names& names) {
   std::optional<int64_t> least;
   if (path.find("..") != std::string::npos) path.clear();

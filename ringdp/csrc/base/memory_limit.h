@@ -1,5 +1,5 @@
-// How much memory the control groups of this process still allow (cgroups(7), both versions). Above their limit the kernel
-// kills instead of refusing, so a caller that needs much memory at once asks first. Any thread.
+// How much memory the control groups of this process still allow (cgroups(7), both versions). Above their limit the
+// kernel kills the process instead of refusing memory, so a caller that needs much memory asks here first. Any thread.
 #pragma once
 
 #include <cstdint>

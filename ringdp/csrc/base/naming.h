@@ -1,5 +1,5 @@
-// The name an operation carries, and whether it is bulk: `with ringdp.named("x"):` in Python, the bucket's parameters in the reducer.
-// Thread-local: set by the thread that issues the operation, read once when it is issued.
+// An operation's name, and whether it is bulk: `with ringdp.named("x"):` in Python, the bucket's parameters in the
+// reducer. Thread-local: set by the thread that issues the operation, read once when it is issued.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@ namespace ringdp {
 
 // Empty when nothing is set.
 const std::string& current_name();
-// On their links the operations give way to all that are not bulk.
+// Bulk operations give way to all others on their links.
 bool current_is_bulk();
 
-// While it lives, the operations that this thread issues carry its name; its end restores the name before it.
+// While it exists, the operations that this thread issues have its name. Its destructor restores the name before it.
 class NamedScope {
  public:
   explicit NamedScope(std::string name, bool bulk = false);

@@ -65,7 +65,7 @@ std::string text_of_frame(void* address) {
   return name + " in " + file;
 }
 
-// The state of the main thread in /proc: "S", or "D" for one that no signal reaches.
+// The main thread's state in /proc: "S", or "D" (uninterruptible, no signal is handled).
 char state_of_main() {
   std::ifstream file("/proc/self/task/" + std::to_string(getpid()) + "/stat");
   std::string line;
@@ -89,7 +89,7 @@ bool prepare_native_stack() {
   struct sigaction now{};
   if (sigaction(stack_signal(), nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return false;
   std::array<void*, 4> first;
-  backtrace(first.data(), 4);  // loads what it needs: the handler may not
+  backtrace(first.data(), 4);  // loads its libraries, which the handler may not do
   sem_init(&noted, 0, 0);
   struct sigaction action{};
   action.sa_handler = on_signal;

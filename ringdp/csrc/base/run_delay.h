@@ -1,5 +1,5 @@
-// How long a thread could have run while it had no core: other threads had it, or the quota of its cgroup was used up.
-// Any thread, for itself; it keeps a descriptor until it ends.
+// How long a thread was runnable without running: other threads had the core, or the quota of its cgroup was used up.
+// A thread asks about itself, and keeps a descriptor until it ends.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace ringdp {
 
 struct RunDelay {
   int64_t ns = 0;                // since the thread began; 0 where the kernel does not say (proc(5), schedstat)
-  const void* thread = nullptr;  // tells the threads of this process apart
+  const void* thread = nullptr;  // identifies a thread of this process
 
   static RunDelay of_this_thread() noexcept;
   // Since `before`, ns; 0 if another thread read that.

@@ -112,7 +112,7 @@ bool SignalBell::wait() {
   return bell.by_signal.exchange(false, std::memory_order_acq_rel);
 }
 
-bool SignalBell::hears_user_signal() {
+bool SignalBell::handles_user_signal() {
   std::lock_guard lock(bells_mutex);
   return made > 0 && user_signal_is_ours && is_ours(SIGUSR1);
 }

@@ -1,6 +1,7 @@
-// SignalBell: wakes a thread when a signal asks this process for a dump. Signals: SIGUSR1, where it had no handler when the first
-// bell was made, and a real-time signal, for `python -m ringdp dump`. Handlers that were there stay, and a script that sets one for
-// SIGUSR1 later replaces ours. A forked child's signals do nothing. Owned by the thread that waits; `ring` from any thread.
+// SignalBell: wakes a thread when a signal asks this process for a dump. Signals: SIGUSR1, where it had no handler
+// when the first bell was made, and a real-time signal, for `python -m ringdp dump`. Existing handlers stay, and a
+// script that sets one for SIGUSR1 later replaces ours. In a forked child the signals do nothing. Owned by the thread
+// that waits; `ring` from any thread.
 #pragma once
 
 namespace ringdp {
@@ -10,7 +11,7 @@ int dump_signal();
 
 class SignalBell {
  public:
-  // `signals`: it hears them; otherwise `ring` alone.
+  // With `signals`, both signals wake it; otherwise only `ring` does.
   explicit SignalBell(bool signals);
   ~SignalBell();
   SignalBell(const SignalBell&) = delete;
@@ -20,10 +21,11 @@ class SignalBell {
   // Returns after each `ring` or signal. True: it was a signal.
   bool wait();
   // False: the script has a handler of its own for SIGUSR1.
-  static bool hears_user_signal();
+  static bool handles_user_signal();
 
  private:
-  int place_ = -1;  // of a fixed number, which handlers may look at at any time; -1: all are taken, and `wait` polls
+  // in a table of fixed size, which handlers may read at any time; -1: the table is full, and `wait` polls
+  int place_ = -1;
   const bool signals_;
 };
 

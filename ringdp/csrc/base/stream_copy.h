@@ -1,7 +1,7 @@
-// stream_copy: memcpy into memory that another core reads next, and this one does not. The stores go past this core's caches:
-// to take a line into them that the other core has read before costs more than the line itself (measured on an EPYC whose
-// two cores share no cache: 2.3 GB/s into the cache, 29 GB/s past it, read by the other core at 18 GB/s either way).
-// What was stored is visible before any later store of this thread. Any thread.
+// stream_copy: memcpy into memory that another core reads next. The stores bypass this core's caches: fetching a line
+// that the other core has read costs more than writing it (measured on an EPYC whose two cores share no cache: 2.3
+// GB/s through the cache, 29 GB/s past it, read by the other core at 18 GB/s either way). The copy is visible before
+// any later store of this thread. Any thread.
 #pragma once
 
 #include <cstddef>

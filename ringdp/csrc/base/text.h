@@ -1,4 +1,4 @@
-// Texts that came over the network, or go there with a limit: valid UTF-8 without control characters, never cut inside a
+// Texts from the network, or for it with a limit: valid UTF-8 without control characters, never cut inside a
 // character. Pure functions, any thread.
 #pragma once
 

@@ -37,7 +37,7 @@ std::unique_ptr<std::thread> start_thread(const char* name, Body body) {
 inline void end_thread(std::unique_ptr<std::thread>& thread) {
   if (!thread || !thread->joinable()) return;
   if (thread->get_id() == std::this_thread::get_id())
-    thread->detach();  // the last reference went away inside a callback
+    thread->detach();  // this thread destroyed the last reference, inside a callback
   else
     thread->join();
 }

@@ -1,5 +1,5 @@
-// Which lock guards which member, in a form that clang's -Wthread-safety checks; other compilers skip it. Mutex and MutexLock
-// are std::mutex and std::unique_lock with these annotations, which libstdc++'s own classes lack.
+// Which lock guards which member, in a form that clang's -Wthread-safety checks; other compilers skip it. Mutex and
+// MutexLock are std::mutex and std::unique_lock with these annotations, which libstdc++'s own classes lack.
 #pragma once
 
 #include <mutex>
@@ -26,7 +26,7 @@ class RINGDP_CAPABILITY("mutex") Mutex {
  public:
   void lock() RINGDP_ACQUIRE() { mutex_.lock(); }
   void unlock() RINGDP_RELEASE() { mutex_.unlock(); }
-  void assert_held() const RINGDP_ASSERTS(this) {}  // for clang, where the caller knows it by another name
+  void assert_held() const RINGDP_ASSERTS(this) {}  // for clang, where the caller holds it under another name
 
  private:
   friend class MutexLock;

@@ -44,7 +44,7 @@ constexpr std::array<std::string_view, 11> kCollectives{"barrier",        "all_r
 
 }  // namespace
 
-// A value from the wire may be any byte: names answer "unknown" instead of reading past the table.
+// A value from the wire may be any byte: an unknown one has the name "unknown".
 std::size_t dtype_size(DType dtype) {
   auto i = static_cast<std::size_t>(dtype);
   return i < kDTypes.size() ? kDTypes[i].size : 0;

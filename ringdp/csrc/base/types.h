@@ -1,5 +1,4 @@
-// The words every layer shares: element types, reductions, collectives, codecs.
-// Owns nothing; any thread.
+// Types that all layers share: element types, reductions, collectives, codecs. Owns nothing; any thread.
 #pragma once
 
 #include <array>
@@ -26,7 +25,7 @@ enum class DType : uint8_t {
   kBool = 12,
   kComplex64 = 13,
   kComplex128 = 14,
-  // From here on there is nothing to add up: they are only moved.
+  // From here on only moved, never reduced.
   kComplex32 = 15,
   kFloat8E4m3fn = 16,
   kFloat8E5m2 = 17,

@@ -1,4 +1,4 @@
-// What all block codes share: how an element is scaled and rounded, and the order that finds a block's extreme.
+// Shared by all block codes: how an element is scaled and rounded, and the order that determines a block's extreme.
 // Stateless, any thread.
 #pragma once
 
@@ -23,11 +23,12 @@ inline constexpr float kTinyFactor = 0x1p+60f;
 
 inline constexpr float kRounder = 0x1.8p23f;
 
-// x to nearest, ties to even, plus the block's kOffset, in the low bits: for |x| < 2^22 the sum has no bits below the point.
+// x to nearest, ties to even, plus the block's kOffset, in the low bits: for |x| < 2^22 the sum has no bits below the
+// point.
 RINGDP_ALWAYS_INLINE uint32_t rounded(float x, float offset) { return bits_as<uint32_t>(x + (kRounder + offset)); }
 
-// The order of a block's elements whose last one makes the scale: by magnitude, then, where the scale has a sign, negative
-// ones last. Infinities and NaNs are behind all others. And back: the element's bits, or its magnitude's.
+// The order of a block's elements whose last one makes the scale: by magnitude, then, where the scale has a sign,
+// negative ones last. Infinities and NaNs are behind all others. And back: the element's bits, or its magnitude's.
 template <class Block>
 RINGDP_ALWAYS_INLINE uint32_t place_of(float x) {
   const auto bits = bits_as<uint32_t>(x);

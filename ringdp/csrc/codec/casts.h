@@ -1,5 +1,6 @@
-// float16 and bfloat16 as codecs: element by element, rounded to nearest, ties to even; what overflows becomes infinite, as
-// in a cast. Built on the reduction kernels of those types, whose instruction set is the selected one. Stateless, any thread.
+// float16 and bfloat16 as codecs: element by element, rounded to nearest, ties to even; what overflows becomes
+// infinite, as in a cast. Built on the reduction kernels of those types, whose instruction set is the selected one.
+// Stateless, any thread.
 #pragma once
 
 #include "codec/codec.h"

@@ -5,10 +5,10 @@
 
 namespace ringdp::codecs {
 
-// 16 levels in 127ths, denser near zero as NormalFloat's (Dettmers et al., "QLoRA", NeurIPS 2023, arXiv 2305.14314, appendix E),
-// but for a scale with a sign: the greatest element of a block has the level at one end to itself. Least squared error (Lloyd,
-// IEEE Trans. Information Theory 28, 1982) over blocks of Gaussian numbers and of such times exp(0.5 · another), 0 kept;
-// -11, not -10, so that what becomes it is at least half of it, and the residual exact.
+// 16 levels in 127ths, denser near zero as NormalFloat's (Dettmers et al., "QLoRA", NeurIPS 2023, arXiv 2305.14314,
+// appendix E), but for a scale with a sign: the greatest element of a block has the level at one end to itself. Least
+// squared error (Lloyd, IEEE Trans. Information Theory 28, 1982) over blocks of Gaussian numbers and of such times
+// exp(0.5 · another), 0 kept; -11, not -10, so that what becomes it is at least half of it, and the residual exact.
 struct Nf4Block : NibbleBlock<4, -127, 127> {
   static constexpr bool kUniform = false;
   static constexpr uint8_t kZero = 7;
@@ -40,7 +40,8 @@ struct Nf4Block : NibbleBlock<4, -127, 127> {
     return static_cast<Word>(clear ^ (set & (clear ^ other)));
   }
 
-  // The one above which bit kBit of the code is set, given those above it; kFirst: the code so far, kNext: the bit to look at.
+  // The one above which bit kBit of the code is set, given those above it; kFirst: the code so far, kNext: the bit to
+  // look at.
   template <int kNext, int kBit, int kFirst>
   static RINGDP_ALWAYS_INLINE int8_t midpoint(const uint8_t (&set)[kBits]) {
     if constexpr (kNext == kBit) {

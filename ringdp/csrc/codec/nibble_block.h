@@ -1,5 +1,5 @@
-// The blocks of int4, int5 and int6: a bfloat16 scale, and codes in planes of 4 bits and of what is above them (blocks.h).
-// Stateless, any thread.
+// The blocks of int4, int5 and int6: a bfloat16 scale, and codes in planes of 4 bits and of what is above them
+// (blocks.h). Stateless, any thread.
 #pragma once
 
 #include "codec/block.h"

@@ -33,7 +33,7 @@ constexpr const char* kEntryPoint = "ringdp_compressor_v1";
 constexpr std::size_t kMostBytesPerElement = 8;
 constexpr std::size_t kMostBytesBeside = 1024;
 constexpr std::size_t kLongestName = 64;
-constexpr std::size_t kUnit = 256;  // what blocks divide; CompressedPlan::kUnit
+constexpr std::size_t kUnit = 256;  // a multiple of each block; CompressedPlan::kUnit
 constexpr int32_t kPluginBit = 1 << 30;
 
 struct Slot {
@@ -42,7 +42,7 @@ struct Slot {
   Codec codec{};
 };
 
-// Written under the mutex before their number is published, and never again.
+// Written under the mutex, before its number is published; constant from then on.
 std::array<Slot, kMostPlugins> slots;
 std::atomic<std::size_t> loaded{0};
 std::mutex loading;
@@ -103,7 +103,7 @@ Encoded inspect_by(const Slot& slot, const std::byte* code, std::size_t count) {
   return inspect_elements(decoded, count);
 }
 
-// A Codec's functions know nothing but their arguments, so each slot has its own.
+// A Codec's functions have no context argument, so each slot has functions of its own.
 template <std::size_t kSlot>
 struct OfSlot {
   static std::size_t encoded_bytes(std::size_t count) {

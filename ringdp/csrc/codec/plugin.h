@@ -1,5 +1,5 @@
-// Codecs from shared libraries: include/ringdp/compressor.h says what these offer. A library that was accepted stays loaded
-// as long as the process. Any thread.
+// Codecs from shared libraries, whose interface is include/ringdp/compressor.h. An accepted library stays loaded until
+// the process ends. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct Plugin {
   uint64_t identity = 0;  // a hash of name, version, block and the file
 };
 
-// The codec of the library at `path`: `codec_by_name` knows it from now on. The same file again, wherever it lies, is the same
-// codec. Throws Error(kValue) for a file that is not a library, that follows no version known here, or that brings another
-// codec's name.
+// Loads the codec of the library at `path`; `codec_by_name` finds it from now on. The same file under another path is
+// the same codec. Throws Error(kValue) if the file is not a library, has an unknown version of the interface, or
+// another codec's name.
 const Plugin& load_plugin(const std::string& path);
 const Plugin* find_plugin(std::string_view sha256);  // null where no such file was loaded
 
@@ -33,7 +33,8 @@ const Codec* plugin_codec(CodecId id);             // null where there is none
 const Codec* plugin_codec(std::string_view name);  // likewise
 std::string plugin_names();                        // ", a, b", for messages
 
-// What other ranks call the codec: its CodecId, or a hash of what the library is, whatever the order of loading.
+// The codec's number on the wire: its CodecId, or a hash of the library, which does not depend on the order of
+// loading.
 int32_t wire_number(CodecId id);
 uint64_t codec_identity(CodecId id);
 

@@ -14,14 +14,14 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kFence = 16 * 1024;  // what lies on either side of a buffer, for functions that go too far
+constexpr std::size_t kFence = 16 * 1024;  // guard bytes on either side of a buffer
 constexpr std::size_t kUnit = 256;
 constexpr std::array<std::size_t, 14> kCounts{1, 2, 31, 63, 64, 65, 255, 256, 257, 511, 1000, 1024, 5000, 8192};
 
 using Floats = std::vector<float>;
 using Bytes = std::vector<std::byte>;
 
-// A buffer between guard bytes, which no codec may write, `offset` bytes behind an aligned address.
+// A buffer between guard bytes, `offset` bytes behind an aligned address.
 template <class T>
 class Fenced {
  public:
@@ -84,7 +84,7 @@ bool same(const std::vector<T>& a, const std::vector<T>& b) {
 
 std::string elements(std::size_t count) { return std::to_string(count) + (count == 1 ? " element" : " elements"); }
 
-struct Astray {};  // something was written where nothing may be
+struct Astray {};  // a guard byte was written
 
 class Trial {
  public:
@@ -152,7 +152,7 @@ class Trial {
       const Bytes other = compress(x, std::byte(0xff >> offset), offset).first;
       if (!same(code, other))
         say("two calls of compress gave different codes of " + elements(count) +
-            ": it must write every byte of the code, and nothing but the elements may count");
+            ": it must write every byte of the code, and depend on nothing but the elements");
       if (!same(decode(code, count), decode(code, count, offset)))
         say("two calls of decode_set gave different elements");
     }
@@ -194,7 +194,7 @@ class Trial {
       say(std::string(function) + " does not leave (v - decode(code)) / factor of " + elements(count));
   }
 
-  // Only where they are written counts.
+  // Checks only where they are written.
   void any_bytes(std::size_t count) {
     Numbers numbers(count);
     Bytes code(codec_.encoded_bytes(count));
@@ -222,7 +222,7 @@ class Trial {
       const auto finite = [](float it) { return std::isfinite(it); };
       const auto* values = decoded.data();
       if (std::all_of(values + begin, values + end, finite))
-        say(what + " decodes to finite elements: other ranks do not hear of it");
+        say(what + " decodes to finite elements: other ranks would not see the overflow");
       if (!std::all_of(values, values + begin, finite) || !std::all_of(values + end, values + count, finite))
         say(what + " decodes to elements that are not finite outside its block of " + std::to_string(codec_.block));
       const Floats zeros(count, 0.0f);

@@ -1,5 +1,5 @@
-// Whether a codec keeps what codec.h and include/ringdp/compressor.h say, found out by trying: for codecs that others wrote.
-// Stateless, any thread.
+// Tests whether a codec of a user keeps the contract of codec.h and include/ringdp/compressor.h. Stateless, any
+// thread.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace ringdp {
 
-// What it does not keep, a sentence each. Ends with the first write that went astray: what follows such a one means nothing.
+// A sentence for each broken rule. Stops at the first write out of bounds, since later results would mean nothing.
 std::vector<std::string> broken_promises(const Codec& codec);
 
 }  // namespace ringdp

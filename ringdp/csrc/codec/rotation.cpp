@@ -10,7 +10,7 @@
 namespace ringdp::rotation {
 namespace {
 
-constexpr float kShrink = 1.0f / 16;  // 1 / √256; before the sums, which then overflow the least
+constexpr float kShrink = 1.0f / 16;  // 1 / √256; applied before the sums, so that they overflow least
 
 using Factors = std::array<float, kBlock>;
 

@@ -1,6 +1,7 @@
-// A randomised Hadamard transform of blocks of 256 floats: y = H·D·x / 16 with D a diagonal of signs, and back. It makes
-// blocks whose elements differ much in size look like Gaussian ones, which few levels suit better. H is built of sums and
-// differences in a fixed order, and 1/16 is exact, so every instruction set gives the same bits. Stateless, any thread.
+// A randomised Hadamard transform of blocks of 256 floats: y = H·D·x / 16 with D a diagonal of signs, and back. It
+// makes blocks whose elements differ much in size look like Gaussian ones, which few levels suit better. H is built of
+// sums and differences in a fixed order, and 1/16 is exact, so every instruction set gives the same bits. Stateless,
+// any thread.
 #pragma once
 
 #include <cstddef>

@@ -88,7 +88,8 @@ class Reader {
   std::size_t begin_ = 0;
 };
 
-// Collects entries in order. What comes of it is dense where that is shorter, or a block has more than a byte counts.
+// Collects entries in order. The code is dense where that is shorter, or where a block has more entries than a byte
+// counts.
 class Writer {
  public:
   Writer(std::size_t count, std::size_t expected) : count_(count) {
@@ -106,7 +107,7 @@ class Writer {
   }
   std::size_t entries() const { return values_.size(); }
 
-  // Calls `sent(index, value, what it decodes to)` for each entry. Not finite: the code decodes to NaN.
+  // Calls `sent(index, value, decoded)` for each entry. With an entry that is not finite the code decodes to NaN.
   template <class Sent>
   Code code(bool finite, Sent sent) const {
     const float scale = finite ? scale_for(largest_) : std::numeric_limits<float>::quiet_NaN();
@@ -141,7 +142,7 @@ class Writer {
   std::vector<float> values_;
 };
 
-// Decodes to nothing but NaN.
+// Decodes to NaN everywhere.
 Code spoilt(std::size_t count) {
   Writer writer(count, 0);
   for (std::size_t block = 0; block < blocks_of(count); ++block) writer.begin_block();
@@ -189,7 +190,7 @@ void check(std::span<const std::byte> code, std::size_t count) {
   const std::size_t blocks = blocks_of(count);
   const std::size_t wanted =
       sizeof(Header) + (header.kind == kDense ? 2 * count : blocks + 3 * std::size_t{header.entries});
-  if (header.kind > kDense || header.zero != 0) refuse("its header is none");
+  if (header.kind > kDense || header.zero != 0) refuse("its header is invalid");
   if (header.entries > count || code.size() != wanted)
     refuse(std::to_string(code.size()) + " bytes for " + std::to_string(header.entries) + " of " +
            std::to_string(count) + " elements, which take " + std::to_string(wanted));

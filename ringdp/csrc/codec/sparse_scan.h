@@ -1,5 +1,5 @@
-// What a sparse code looks at: a block's elements with what was left of them, and which of them are large.
-// Stateless, any thread; every instruction set gives the same bits.
+// The first pass of a sparse code: adds the residual to a block's elements, and marks the large ones. Stateless, any
+// thread; every instruction set gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ inline constexpr std::size_t kScanned = 256;  // at most
 
 struct Scan {
   const float* x;
-  const float* residual;  // may be null: nothing was left, and nothing is kept
+  const float* residual;  // may be null: without feedback
   float* new_residual;
   float factor;
   uint32_t threshold;  // bits of a positive float

@@ -36,7 +36,7 @@ struct Place {
   std::size_t above, here;  // elements in the bins above it, and in it
 };
 
-// The highest bin that has, with those above it, at least `aim` elements.
+// The highest bin that, together with the bins above it, has at least `aim` elements.
 Place place_of(const std::vector<uint32_t>& histogram, double aim) {
   Place place{static_cast<uint32_t>(histogram.size()), 0, 0};
   do {
@@ -51,7 +51,7 @@ struct Rank {
   std::size_t above;  // how many are larger
 };
 
-// The magnitude of the `wanted` largest of those looked at, by histograms of its bits from the top on.
+// The magnitude of the `wanted`-th largest sample, by histograms of its bits from the top on.
 Rank ranked(const Looked& looked, std::size_t step, std::size_t wanted) {
   Rank rank{0, 0};
   int upper = kBits;
@@ -74,10 +74,10 @@ float magnitude_of(uint32_t bits) { return std::bit_cast<float>(std::min(bits, k
 }  // namespace
 
 float estimate_threshold(const Looked& looked, std::size_t wanted) {
-  constexpr std::size_t kLookedAt = 16;  // one block in so many, of what has many; of a million elements half as many
+  constexpr std::size_t kLookedAt = 16;  // one block in so many is sampled; from a million elements on one in 32
   const std::size_t blocks = (looked.count + kScanned - 1) / kScanned;
   const std::size_t step = blocks >= 256 * kLookedAt ? 2 * kLookedAt : blocks >= 64 * kLookedAt ? kLookedAt : 1;
-  // Where there is much to see, 16 bins for each of the others, so that fewer are too full; they stay in the second cache.
+  // With many samples 16 times as many bins, so that fewer are too full; they stay in the second-level cache.
   const int shift = looked.count / step >= 1u << 18 ? kShift - 4 : kShift;
   std::vector<uint32_t> histogram(std::size_t{1} << (kBits - shift));
   const std::size_t seen = look(looked, step, [&](uint32_t bits) { ++histogram[bits >> shift]; });
@@ -88,7 +88,7 @@ float estimate_threshold(const Looked& looked, std::size_t wanted) {
   const auto above = static_cast<double>(place.above), here = static_cast<double>(place.here);
   if (above < aim / 2 || above + here > 2 * aim)
     return magnitude_of(ranked(looked, step, static_cast<std::size_t>(std::ceil(aim))).bits);
-  // Within the bin as if they were spread evenly.
+  // Within the bin, elements are taken as evenly distributed.
   return magnitude_of(static_cast<uint32_t>((place.bin + 1 - (aim - above) / here) * (1u << shift)));
 }
 

@@ -1,5 +1,5 @@
-// Which magnitude divides the elements that a sparse code holds from the others: about, by a sample, or exactly.
-// Stateless, any thread; the same on every instruction set.
+// The magnitude above which elements go into a sparse code: estimated from a sample, or exact. Stateless, any thread;
+// the same on every instruction set.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@ struct Looked {
   std::size_t count;
 };
 
-// A magnitude that about `wanted` of the v reach, by a histogram of about one in 16 of them; 0 where none is above zero. Where
-// magnitudes are so close together that a bin of the histogram says too little, it is that of one of those looked at.
+// A magnitude that about `wanted` of the v reach, by a histogram of about one in 16 of them; 0 where none is above
+// zero. Where magnitudes are too close together for the bins, it is the magnitude of one of the samples.
 float estimate_threshold(const Looked& looked, std::size_t wanted);
 
-// The `wanted` largest are those of a magnitude above the threshold, and `equals` of those that equal it.
+// The `wanted` largest elements are those above the threshold, and `equals` of those that equal it.
 struct Cut {
   float threshold = 0;
   std::size_t equals = 0;

@@ -1,5 +1,5 @@
-// Which codecs there are, filled in from a set of loops. One table per instruction set, indexed by CodecId.
-// Constant data; any thread. Included by the files that bring the loops and by dispatch.cpp.
+// The codecs, filled in from a set of loops. One table per instruction set, indexed by CodecId. Constant data; any
+// thread. Included by the files with the loops and by dispatch.cpp.
 #pragma once
 
 #include <algorithm>

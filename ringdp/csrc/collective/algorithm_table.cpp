@@ -67,8 +67,9 @@ AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us)
 
 namespace {
 
-// In a tree ceil(log2 n) messages of the whole buffer follow one another each way, in a ring 2(n-1) of n-ths of it. By the
-// cost model both take as long at 0.85 to 1.25 times `fold_sent_bytes` · n/64 for 17 to 128 ranks, on one host or on as many.
+// In a tree ceil(log2 n) messages of the whole buffer follow one another each way, in a ring 2(n-1) of n-ths of it. By
+// the cost model both take as long at 0.85 to 1.25 times `fold_sent_bytes` · n/64 for 17 to 128 ranks, on one host or
+// on as many.
 constexpr std::size_t kTreeRanks = 64;
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed here or read
-// from a file (tuning.h), because the order of summation, and so the bits, follow from it: never from timing.
-// The cost model behind the numbers is ringdp/costs.py. Any thread.
+// Which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed here or
+// read from a file (tuning.h), not timing: the order of summation, and so the bits, depend on it. The cost model
+// behind the numbers is ringdp/costs.py. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ enum class Algorithm : uint8_t {
 struct AlgorithmInfo {
   Algorithm id;
   std::string_view name;
-  bool reduces_all;  // an all-reduce may be of this algorithm
+  bool reduces_all;  // it can be an all-reduce
 };
 std::span<const AlgorithmInfo> algorithms();  // in the order of algorithms.def
 std::string_view algorithm_name(Algorithm algorithm);
@@ -31,26 +31,26 @@ enum class Layout : uint8_t { kOneHost = 0, kOneRankPerHost = 1, kSeveralRanksPe
 inline constexpr int kLayoutCount = 3;
 
 std::string_view layout_name(Layout layout);
-// `hosts[i]`: the number of member i's host, from 0 without gaps. Several ranks on any of several hosts make kSeveralRanksPerHost.
+// `hosts[i]`: the number of member i's host, from 0 without gaps. Several ranks on any of several hosts make
+// kSeveralRanksPerHost.
 Layout layout_of(std::span<const int> hosts);
 
 // Sizes in bytes up to which an algorithm is taken; of `direct_ranks`, members.
 struct AlgorithmTable {
-  std::size_t fold_two_ranks_bytes = 1024 * 1024;  // two ranks: a fold sends no more than a ring and takes one step
+  std::size_t fold_two_ranks_bytes = 1024 * 1024;  // two ranks: a fold sends as much as a ring, in one step
   std::size_t fold_sent_bytes = 128 * 1024;        // more ranks: what each would send, (n-1)·S
   std::size_t flat_broadcast_bytes = 64 * 1024;
   std::size_t direct_gather_bytes = 64 * 1024;  // of one rank's block
-  // Largest group in which small collectives go from every member straight to every other, or to all of them from one. In
-  // larger ones they use few pairs, because a connection is made when a pair first needs it
-  // (docs/reference/algorithms.md).
+  // Largest group in which small collectives use a direct exchange or a flat broadcast. In larger ones they use few
+  // pairs, because a connection is made when a pair first needs it (docs/reference/algorithms.md).
   std::size_t direct_ranks = 16;
-  // Between hosts whose round trip takes so many microseconds or more, what else takes a step for each rank of a ring goes
-  // straight from everybody to everybody, at any size (`tables_for`).
+  // If the round trip between hosts takes so many microseconds or more, collectives that would be rings are direct
+  // exchanges instead, at any size (`tables_for`).
   std::size_t far_round_trip_us = 5000;
-  // Largest all-reduce of types that are not half types that is exchanged in pairs, where a ring would do.
+  // Largest pairwise all-reduce of types other than half types, in place of a ring.
   std::size_t pairwise_bytes = 0;
-  // Largest bucket of gradients that is sent exactly where a codec was chosen for it: on a fast link the codec takes longer
-  // than the bytes that it saves. 0: who asks for codes gets them at any size.
+  // Largest bucket of gradients that is sent exactly where a codec was chosen for it: on a fast link the codec takes
+  // longer than the bytes that it saves. 0: codes are used at any size.
   std::size_t exact_bucket_bytes = 0;
 
   bool operator==(const AlgorithmTable&) const = default;
@@ -69,11 +69,11 @@ struct AlgorithmTables {
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
 };
 
-// What is used where the longest round trip between hosts takes `round_trip_us`, the same on all ranks: as it is, or with
-// exchanges in pairs where rings take a round trip for every two ranks.
+// The tables for a job whose longest round trip between hosts takes `round_trip_us`, the same on all ranks: unchanged,
+// or with pairwise exchanges in place of rings, whose steps would each take half a round trip.
 AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us);
 
-// Whether small collectives of that many members go straight to everybody. Always so for two.
+// Whether small collectives of that many members are direct. Always for two.
 bool goes_direct(const AlgorithmTable& table, int world);
 // Whether a buffer of that many bytes is reduced along a tree, or by a fold; at most one of the two.
 bool fits_tree(const AlgorithmTable& table, int world, std::size_t bytes);

@@ -1,5 +1,5 @@
-// An algorithm as an all-reduce: when it fits, and the operation that runs it. Each is defined in the algorithm's own file;
-// algorithms.def lists them. Constant data; any thread.
+// An algorithm as an all-reduce: when it fits, and the operation that runs it. Each is defined in the algorithm's own
+// file; algorithms.def lists them. Constant data; any thread.
 #pragma once
 
 #include <memory>

@@ -1,6 +1,6 @@
-// Chunks: how a buffer is cut into equal parts. They begin at multiples of 16 elements, so that loads stay aligned; the last
-// ones may be shorter or empty. Part of what fixes the order of summation (docs/reference/algorithms.md). Value type,
-// any thread.
+// Chunks: how a buffer is cut into equal parts. They begin at multiples of 16 elements, so that loads stay aligned;
+// the last ones may be shorter or empty. Part of what fixes the order of summation (docs/reference/algorithms.md).
+// Value type, any thread.
 #pragma once
 
 #include <algorithm>

@@ -11,10 +11,10 @@
 namespace ringdp {
 namespace {
 
-// What may lie here per peer until others have come.
+// The most that is kept here per peer until other peers' codes have come.
 constexpr uint64_t kHeldBytes = 256 * 1024;
 
-// Adds the time it lives to the report's.
+// Adds its lifetime to the report's coding time.
 class CodingTime {
  public:
   explicit CodingTime(FiniteReport* report)
@@ -102,8 +102,8 @@ bool CompressedAllReduce::consumed(const Piece& piece) const {
   return state.done && (piece.kind == Kind::kCode || state.sends == 0);
 }
 
-// How far the peer may send: some pieces more than are used up, and what may come unasked. Between far hosts all codes: an
-// answer to what has been used up would take a round trip. They are at most as long as the code of the buffer.
+// How far the peer may send: some pieces more than were consumed, and the eager ones. Between far hosts all codes,
+// since each grant would take a round trip; they are at most as long as the code of the buffer.
 uint64_t CompressedAllReduce::widened(Incoming& in) {
   const std::vector<Piece>& pieces = in.stream->pieces;
   while (in.held < in.open && consumed(pieces[in.held])) ++in.held;
@@ -126,7 +126,7 @@ void CompressedAllReduce::move_on() {
     if (const uint64_t window = widened(in); window > in.flow->window) widen(*in.flow, window);
 }
 
-// ---- What leaves ----
+// ---- Sending ----
 
 std::span<const std::byte> CompressedAllReduce::outgoing(SendFlow& flow, uint64_t offset, std::size_t max) {
   Outgoing& out = out_[stream_of_[static_cast<std::size_t>(flow.member)]];
@@ -139,7 +139,7 @@ std::span<const std::byte> CompressedAllReduce::outgoing(SendFlow& flow, uint64_
   const std::byte* code = states_[piece.segment].result.get();
   if (piece.kind == Kind::kCode) {
     if (offset == 0) {
-      // Only now, so that it goes on from the cache; one piece of a stream is under way at a time.
+      // Encoded only now, so that it is sent from the cache; one piece of a stream is in progress at a time.
       if (out.code == nullptr) out.code = scratch().take(plan_->longest_code());
       encode(segment, out.code.get());
     }
@@ -148,7 +148,7 @@ std::span<const std::byte> CompressedAllReduce::outgoing(SendFlow& flow, uint64_
   return std::span(code, piece.bytes).subspan(offset).first(std::min<std::size_t>(max, piece.bytes - offset));
 }
 
-// As much of it as lies in one place.
+// The contiguous part of it.
 std::span<const std::byte> CompressedAllReduce::input(const Segment& segment, uint64_t offset, std::size_t max) {
   const auto tiles = plan_->tiles(segment);
   const std::size_t element = offset / sizeof(float);
@@ -191,7 +191,7 @@ void CompressedAllReduce::flushed(SendFlow& flow) {
   if (freed) move_on();
 }
 
-// ---- What arrives ----
+// ---- Receiving ----
 
 ScratchPool::Block& CompressedAllReduce::room_of(const Piece& piece) {
   State& state = states_[piece.segment];
@@ -298,13 +298,13 @@ void CompressedAllReduce::take_result(const Segment& segment, State& state) {
   if (state.sends == 0) state.result.reset();
 }
 
-// ---- What is not finite ----
+// ---- Infinities and NaNs ----
 
 void CompressedAllReduce::look_at(const float* values, std::size_t count) {
   watch_.own(std::as_bytes(std::span(values, count)));
 }
 
-// Where several ranks share the host, x is their sum by now, and has been looked at before.
+// If several ranks share the host, x is their sum by now, and was checked before.
 void CompressedAllReduce::explain(const Tile& tile, const std::byte* code) {
   if (report_ == nullptr || hosts_.local().size() > 1) return;
   const FirstNonFinite find = first_non_finite(DType::kFloat32);

@@ -1,11 +1,11 @@
-// CompressedAllReduce: the mean of all ranks' sections, as codes on the wire. Every rank (in two levels: every host) encodes
-// each part of its input once, the part's owner decodes and adds them in order, its own part as it is, divides, and encodes
-// the mean; all ranks, the owner too, decode those bytes. So 2(n-1)/n of the buffer's codes are sent, as in a ring, and nothing
-// is encoded more than twice however many ranks there are. Who sends what to whom: compressed_plan.h.
-// Error feedback adds the residual of an encoding before the next one. On the parts of other ranks it is the residual of
-// this rank's encoding, on its own parts that of the mean's. In two levels a rank keeps residuals of the parts that it
-// carries, and does not touch the others.
-// Owner and thread: as every Operation (operation.h). `report` is shared with the caller.
+// CompressedAllReduce: the mean of all ranks' sections, as codes on the wire. Every rank (in two levels: every host)
+// encodes each part of its input once, the part's owner decodes and adds them in order, its own part as it is,
+// divides, and encodes the mean; all ranks, the owner too, decode those bytes. So 2(n-1)/n of the buffer's codes are
+// sent, as in a ring, and each element is encoded at most twice, for any number of ranks. The messages:
+// compressed_plan.h. Error feedback adds the residual of an encoding before the next one. On the parts of other ranks
+// it is the residual of this rank's encoding, on its own parts that of the mean's. In two levels a rank keeps
+// residuals of the parts that it carries, and does not change the others. Owner and thread: as every Operation
+// (operation.h). `report` is shared with the caller.
 #pragma once
 
 #include <memory>
@@ -44,26 +44,26 @@ class CompressedAllReduce final : public Operation {
   struct State {
     std::vector<ScratchPool::Block> inputs;  // [place in the host]: of its other ranks
     std::vector<ScratchPool::Block> codes;   // [host]
-    ScratchPool::Block result{nullptr, {}};  // the mean's code, while it comes or is to be sent on
+    ScratchPool::Block result{nullptr, {}};  // the mean's code, while it is received or forwarded
     std::size_t inputs_missing = 0;
     std::size_t codes_missing = 0;
     std::size_t sends = 0;  // of the result
-    bool done = false;      // the mean is where it belongs
+    bool done = false;      // the mean is at its destination
   };
   struct Outgoing {
     const Stream* stream;
     SendFlow* flow = nullptr;
-    std::size_t ready = 0;    // the first piece that cannot go yet
+    std::size_t ready = 0;    // the first piece that cannot be sent yet
     std::size_t current = 0;  // the one that is being sent
-    std::size_t sent = 0;     // the first one that has not left as a whole
+    std::size_t sent = 0;     // the first one that is not sent completely
     ScratchPool::Block code{nullptr, {}};
   };
   struct Incoming {
     const Stream* stream;
     RecvFlow* flow = nullptr;
     std::size_t current = 0;
-    std::size_t open = 0;  // the first piece that may not come yet
-    std::size_t held = 0;  // the first one that may still need its room
+    std::size_t open = 0;  // the first piece without a grant
+    std::size_t held = 0;  // the first one whose memory may still be needed
   };
 
   void add_flows();
@@ -80,7 +80,7 @@ class CompressedAllReduce final : public Operation {
     const CompressedSection& section = sections_[tile.section];
     return (section.to != nullptr ? section.to : section.x) + tile.begin;
   }
-  // The host's sum: where one rank is a host it is x, else `add_inputs` writes it to where the mean will be.
+  // The host's sum: x if one rank is a host, else `add_inputs` writes it to the destination of the mean.
   const float* host_sum(const Tile& tile) const { return hosts_.local().size() > 1 ? result(tile) : x(tile); }
   void add_inputs(const Segment& segment, State& state);
   void encode(const Segment& segment, std::byte* code);
@@ -90,8 +90,8 @@ class CompressedAllReduce final : public Operation {
   void take_result(const Segment& segment, State& state);
 
   void look_at(const float* values, std::size_t count);  // of this rank's input
-  // Finds the elements that were not finite when the tile was encoded. `code` is the code of this rank's input, or null for
-  // the mean's.
+  // Reports the elements that were not finite when the tile was encoded. `code` is the code of this rank's input, or
+  // null for the mean's.
   void explain(const Tile& tile, const std::byte* code);
 
   const std::vector<CompressedSection> sections_;

@@ -10,11 +10,11 @@ namespace {
 
 constexpr std::size_t kShortestSegment = 4 * 1024;
 // Long segments cost fewer frames, short ones let the steps of a small buffer overlap.
-constexpr std::size_t kLeastSegments = 8;  // of a part, where it has so much
+constexpr std::size_t kLeastSegments = 8;  // of a part, if it is long enough
 
-// How many turns apart things are; the bits do not depend on it. Inside a host inputs are sent that much before their sum
-// leaves it, and results follow codes at that distance: the line is busy while a segment is on its way. Between far hosts all codes
-// go before the first result.
+// The pipeline's depth in turns; the bits do not depend on it. Inside a host inputs are sent so many turns before
+// their sum leaves it, and results follow codes at that distance, so that the line is busy while a segment is in
+// flight. Between far hosts all codes are sent before the first result.
 constexpr std::size_t kLead = 2;
 constexpr std::size_t kLag = 4;
 
@@ -28,8 +28,8 @@ GroupView code_hosts(GroupView group) {
   return group;
 }
 
-// Part p of P has U/P of the U units, and one more where (p - owner_offset) mod P < U mod P: what is left over goes to other ranks for
-// other sections.
+// Part p of P has U/P of the U units, and one more where (p - owner_offset) mod P < U mod P: owner_offset gives the
+// remainder of different sections to different ranks.
 std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owner_offset) {
   const auto p = static_cast<std::size_t>(parts);
   const std::size_t units = units_of(count);

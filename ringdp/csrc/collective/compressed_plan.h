@@ -1,17 +1,17 @@
-// CompressedPlan: who sends which codes to whom in a compressed all-reduce, made from the host map, the sections and the codec.
-// Every rank derives the same one.
+// CompressedPlan: the messages of a compressed all-reduce, made from the host map, the sections and the codec. Every
+// rank derives the same one.
 //
-// h hosts, of which the fullest has k ranks: each section is cut into k·h parts, in whole units. Part s·h + H belongs to host H
-// and to share s, which is carried on every host by that host's rank number s modulo its number of ranks. Of all sections'
-// parts of one number, laid end to end, segments are made. Four things happen to a segment:
-//   input   the ranks of a host send their x to the host's carrier, which adds them up in rank order (nothing to do where a
-//           host has one rank);
-//   code    the carriers send the code of that sum to the carrier on the owner's host, which decodes and adds in the order of
-//           the hosts, its own sum as it is, divides, and encodes the mean;
+// h hosts, of which the fullest has k ranks: each section is cut into k·h parts, in whole units. Part s·h + H belongs
+// to host H and to share s, which is carried on every host by that host's rank number s modulo its number of ranks. Of
+// all sections' parts of one number, laid end to end, segments are made. Four things happen to a segment:
+//   input   the ranks of a host send their x to the host's carrier, which adds them up in rank order (nothing to do
+//           where a host has one rank);
+//   code    the carriers send the code of that sum to the carrier on the owner's host, which decodes and adds in the
+//           order of the hosts, its own sum as it is, divides, and encodes the mean;
 //   result  that code goes to all other carriers, and from them to the other ranks of their hosts.
-// All pieces have one order, by `turn`, in which later segments begin while earlier ones are under way. A turn needs results
-// of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no deadlock.
-// Owned by one operation, whose thread uses it; immutable once made.
+// All pieces have one order, by `turn`, in which later segments begin while earlier ones are in flight. A turn needs
+// results of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no
+// deadlock. Owned by one operation, whose thread uses it; immutable once made.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +25,8 @@
 
 namespace ringdp {
 
-// The hosts that exchange codes. Where ranks are on several hosts and a host has several ranks, the group's own; elsewhere,
-// and in rank order, each rank counts as a host.
+// The hosts that exchange codes: the group's own if there are several hosts and one has several ranks; otherwise, and
+// in rank order, each rank counts as a host.
 GroupView code_hosts(GroupView group);
 
 // Where the parts of a section begin, and at the end `count`.
@@ -93,8 +93,8 @@ class CompressedPlan {
   std::span<const Tile> tiles(const Segment& segment) const {
     return std::span(tiles_).subspan(segment.first_tile, segment.tile_count);
   }
-  // To and from every member that can have something for this rank, even if these sections hold nothing for it: each learns
-  // that the other takes part.
+  // Flows to and from every member with which this rank may exchange codes, even if these sections have none, so that
+  // each receives the other's description.
   const std::vector<Stream>& outgoing() const { return out_; }
   const std::vector<Stream>& incoming() const { return in_; }
 
@@ -106,7 +106,8 @@ class CompressedPlan {
     std::size_t section, begin, end;
   };
 
-  std::vector<std::vector<Run>> cut(std::span<const CompressedSection> sections) const;  // [part]: what of each section
+  // [part]: its run of each section
+  std::vector<std::vector<Run>> cut(std::span<const CompressedSection> sections) const;
   void make_segments(int part, const std::vector<Run>& runs, std::size_t limit, const Codec& codec);
   void make_streams(bool far);
   void add_inputs(std::size_t segment);

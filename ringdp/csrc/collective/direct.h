@@ -12,7 +12,7 @@ class DirectTransfer final : public Operation {
  public:
   struct Piece {
     int member;
-    Scattered memory;  // may be empty: one empty frame is sent then
+    Scattered memory;  // if empty, one empty frame is sent
   };
 
   DirectTransfer(GroupView group, OperationShape shape, std::string name, std::vector<Piece> outgoing,

@@ -45,7 +45,7 @@ void check_member(const GroupView& group, int member, const char* what) {
                                        std::to_string(group.size));
 }
 
-// As many pieces as ranks; all of `bytes`, unless that is nothing to go by.
+// Checks that there is one piece for each rank, all of `bytes` if that is given.
 void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>>& pieces,
                   std::optional<std::size_t> bytes, const std::string& what) {
   if (pieces.size() != static_cast<std::size_t>(group.size))
@@ -57,7 +57,7 @@ void check_pieces(const GroupView& group, const std::vector<std::span<std::byte>
                   what + " of " + std::to_string(piece.size()) + " bytes beside one of " + std::to_string(*bytes));
 }
 
-// Of a list: the elements of each stay whole where the next one begins.
+// Checks that each tensor of a list has whole elements.
 void check_elements(std::size_t tensors, std::size_t bytes, DType dtype, const std::string& what) {
   if (tensors > 1 && bytes % dtype_size(dtype) != 0)
     throw Error(ErrorKind::kValue, what + ": " + std::to_string(bytes) + " bytes: not a multiple of " +
@@ -84,7 +84,7 @@ void check_compression(const std::vector<CompressedSection>& sections, const Com
   }
 }
 
-// DirectTransfer has one type for what it sends and what it receives; it only reads the former.
+// DirectTransfer has one type for sent and received memory; it only reads the former.
 std::span<std::byte> writable(std::span<const std::byte> memory) {
   return {const_cast<std::byte*>(memory.data()), memory.size()};
 }
@@ -95,12 +95,12 @@ std::vector<DirectTransfer::Piece> to_others(const GroupView& group, const Scatt
   return out;
 }
 
-// A word to everybody and nothing more; alone, complete at once.
+// An empty frame to every other member; complete at once with one member.
 std::unique_ptr<Operation> empty_exchange(const GroupView& group, const OperationShape& shape, std::string name) {
   return std::make_unique<DirectTransfer>(group, shape, std::move(name), to_others(group, {}), to_others(group, {}));
 }
 
-// Ends when every member has begun it.
+// An operation that ends when every member has begun it.
 std::unique_ptr<Operation> word_to_all(const AlgorithmTable& table, const GroupView& group, const OperationShape& shape,
                                        std::string name) {
   if (goes_direct(table, group.size)) return empty_exchange(group, shape, std::move(name));
@@ -111,8 +111,8 @@ void announce_to_others(Operation& operation, const GroupView& group) {
   for (int step = 1; step < group.size; ++step) operation.announces_to((group.rank + step) % group.size);
 }
 
-// Of a gather or scatter in a large group, on every member: a word of the root to everybody would connect it to everybody,
-// and a word of the root to its neighbours alone would not reach those who wait for another root.
+// For a gather or scatter in a large group, called on every member: announcements of the root to all members would
+// connect it to all, and its announcements to its neighbours alone would not reach members that wait for another root.
 void announce_in_large_group(Operation& operation, const GroupView& group, const AlgorithmTable& table) {
   if (!goes_direct(table, group.size)) operation.announces_to_neighbours();
 }
@@ -180,7 +180,7 @@ std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, st
   }
   OperationShape shape = shape_of(Collective::kAllReduce, DType::kFloat32, ReduceOp::kAvg, Algorithm::kCompressed,
                                   count * sizeof(float), wire_number(compression.codec));
-  // The number is 30 bits of what the library is; this is all of it.
+  // The codec's number is 30 bits of the library's hash; this is the whole hash.
   shape.layout_hash = is_plugin(compression.codec) ? hash_mix(layout, codec_identity(compression.codec)) : layout;
   return std::make_unique<CompressedAllReduce>(group, shape, std::move(name), std::move(sections), compression,
                                                std::move(report));
@@ -364,7 +364,7 @@ std::unique_ptr<Operation> make_receive(const GroupView& group, std::span<std::b
                                         int32_t tag, std::string name) {
   if (from != PointToPoint::kAny) check_member(group, from, "recv: source");
   if (from == group.rank) throw Error(ErrorKind::kValue, "recv: a rank cannot receive from itself");
-  // The message's shape is the sender's: the two must be equal.
+  // The receive has the sender's shape: the two must be equal.
   OperationShape shape =
       shape_of(Collective::kSend, dtype, ReduceOp::kSum, Algorithm::kDirectTransfer, memory.size(), tag);
   return std::make_unique<Receive>(group, shape, std::move(name), memory, from);

@@ -14,13 +14,12 @@
 
 namespace ringdp {
 
-// Every function makes an operation for this rank of `group`. `name` may be empty. Throws Error(kValue) for a reduction
-// that the dtype does not have.
-// Of those whose table comes last, the callers that give none get the built-in one.
+// Every function makes an operation for this rank of `group`. `name` may be empty. Throws Error(kValue) for a
+// reduction that the dtype does not have. A table that is the last parameter is the built-in one by default.
 std::unique_ptr<Operation> make_barrier(const GroupView& group, std::string name, const AlgorithmTable& table = {});
-// What another backend does with tensors that never come here: every member says that it begins it, and hears that the
-// others do, so that ranks which disagree about it are told. `by` is that backend's name; `layout_hash`: of anything else
-// that must agree.
+// An operation of another backend, whose tensors do not come here: every member announces that it begins it, so that a
+// disagreement of the ranks is an error. `by` is that backend's name; `layout_hash`: of anything else that must be
+// equal.
 struct Announcement {
   Collective what = Collective::kAllReduce;
   DType dtype = DType::kFloat32;
@@ -31,16 +30,17 @@ struct Announcement {
 };
 std::unique_ptr<Operation> make_announcement(const GroupView& group, const Announcement& what, std::string name,
                                              const AlgorithmTable& table = {});
-// `memory` is input and result; the input is `input` where that is not empty, and stays as it is.
+// `memory` is input and result. If `input` is not empty, it is the input, and is not changed.
 std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const GroupView& group,
                                            std::span<std::byte> memory, DType dtype, ReduceOp op, std::string name,
                                            std::span<const std::byte> input = {});
-// The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for what cannot be: see
-// compressed.h.
+// The mean of all ranks' sections, as codes on the wire; `report` may be null. Throws Error(kValue) for invalid
+// sections: see compressed.h.
 std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, std::vector<CompressedSection> sections,
                                                       const Compression& compression,
                                                       std::shared_ptr<FiniteReport> report, std::string name);
-// Adds in rank order; in a large group, if it is small, in the order of the tree (tree.h). `memory` is the result on the root and stays as it is elsewhere.
+// Adds in rank order; in a large group, if it is small, in the order of the tree (tree.h). `memory` is the result on
+// the root and is not changed elsewhere.
 std::unique_ptr<Operation> make_reduce(const AlgorithmTable& table, const GroupView& group, std::span<std::byte> memory,
                                        DType dtype, ReduceOp op, int root, std::string name);
 std::unique_ptr<Operation> make_broadcast(const AlgorithmTable& table, const GroupView& group,
@@ -50,15 +50,15 @@ struct GatheredTensor {
   std::span<const std::byte> input;
   std::vector<std::span<std::byte>> blocks;
 };
-// `chunks[r]` of this rank's input go to rank r; `output` receives the reduction of everybody's chunk for this rank.
+// `chunks[r]` of this rank's input go to rank r; `output` receives the reduction of all ranks' chunks for this rank.
 struct ScatteredTensor {
   std::vector<std::span<std::byte>> chunks;
   std::span<std::byte> output;
 };
-// Of one tensor, or of several in one operation: then no output overlaps another tensor's input.
+// For one tensor, or for several in one operation; then no output may overlap another tensor's input.
 std::unique_ptr<Operation> make_all_gather(const AlgorithmTable& table, const GroupView& group,
                                            const std::vector<GatheredTensor>& tensors, DType dtype, std::string name);
-// Several: only where `choose_reduce_scatter` gives kPairwise for all of their outputs together.
+// Several: only if `choose_reduce_scatter` gives kPairwise for the sum of their output bytes.
 std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, const GroupView& group,
                                                const std::vector<ScatteredTensor>& tensors, DType dtype, ReduceOp op,
                                                std::string name);

@@ -25,7 +25,7 @@ void Fold::prepare() {
   for (int step = 1; step < group_.size; ++step) {
     int from = (group_.rank + group_.size - step) % group_.size, to = (group_.rank + step) % group_.size;
     if (here) add_receive(from, memory_.size(), fold_.window());
-    if (folds(to)) add_send(to, memory_.size(), there).lasting = true;  // what the sum overwrites is kept first
+    if (folds(to)) add_send(to, memory_.size(), there).lasting = true;  // the sum overwrites it, after `will_change`
   }
 }
 
@@ -65,7 +65,7 @@ bool Fold::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data
   return true;
 }
 
-// The result overwrites the input, so only what has left for all peers may be folded.
+// The result overwrites the input, so only bytes that were sent to all peers may be folded.
 uint64_t Fold::sent_to_all() const {
   uint64_t limit = memory_.size();
   for (const SendFlow& flow : sends_) limit = std::min(limit, flow.sent);

@@ -1,7 +1,7 @@
-// Fold ("gather and fold"): every rank sends its whole input to every other (all-reduce) or to the root (reduce), and each
-// receiver adds all inputs in rank order. One step, (n-1)·S bytes sent by each rank: for small buffers, which latency
-// bounds, and for two ranks, where it costs no more bytes than a ring. In a reduce each sends S, the root receives (n-1)·S.
-// Owner and thread: as every Operation (operation.h).
+// Fold ("gather and fold"): every rank sends its whole input to every other (all-reduce) or to the root (reduce), and
+// each receiver adds all inputs in rank order. One step, (n-1)·S bytes sent by each rank: for small buffers, which
+// latency bounds, and for two ranks, where it costs no more bytes than a ring. In a reduce each sends S, the root
+// receives (n-1)·S. Owner and thread: as every Operation (operation.h).
 #pragma once
 
 #include "collective/operation.h"
@@ -11,7 +11,8 @@ namespace ringdp {
 
 class Fold final : public Operation {
  public:
-  // All-reduce, or with `shape.root` reduce: there `memory` holds the result on the root and stays as it is elsewhere.
+  // All-reduce, or with `shape.root` reduce: then `memory` receives the result on the root and is not changed
+  // elsewhere.
   Fold(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;

@@ -1,4 +1,4 @@
-// Which members of a group share a host: GroupView::hosts read in several ways. The same on all members. Any thread.
+// Which members of a group share a host, from GroupView::hosts. The same on all members. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ringdp {
 
-// For OperationShape::layout_hash: 0 on one host, otherwise another number for every other map. `hosts` as in GroupView.
+// For OperationShape::layout_hash: 0 on one host, otherwise a hash of the map. `hosts` as in GroupView.
 uint64_t host_digest(std::span<const int> hosts);
 
 struct HostMap {

@@ -1,6 +1,6 @@
-// InputFactors: by what the ranks' inputs of an all-reduce are multiplied before they are added, one factor for each rank, which
-// all ranks know. A ring multiplies both operands of its sums, so that inputs travel as they are and nobody goes over memory
-// once more; other algorithms multiply their own input when they start. Owned by the operation, used by the driving thread.
+// InputFactors: the factors, one for each rank and known to all, by which the ranks' inputs of an all-reduce are
+// multiplied before they are added. A ring multiplies both operands of its sums, which saves a pass over the memory;
+// other algorithms multiply their own input when they start. Owned by the operation, used by the driving thread.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ namespace ringdp {
 class InputFactors {
  public:
   InputFactors() = default;
-  // `of_members`: by group rank; empty: nothing is multiplied. float32 and float64 are multiplied by the factors in that type.
-  // Throws Error(kValue) for another type, and for another number of them than `size`.
+  // `of_members`: by group rank; empty: no multiplication. The factors are rounded to the tensor's type, float32 or
+  // float64. Throws Error(kValue) for other types, and if their number is not `size`.
   InputFactors(DType dtype, std::vector<double> of_members, int rank, int size);
 
   bool on() const { return !of_members_.empty(); }

@@ -72,17 +72,17 @@ void Operation::start(const OperationContext& context) {
   watch_.result(only_looked_at_);
   prepare();
   prepared_ = true;
-  // Receivers first: what a peer sent early may already complete this, and set what can be sent.
+  // Receivers first: early frames may already complete this, and decide what can be sent.
   for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
   for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
-  std::vector<int> told = uninformed_neighbours();
+  std::vector<int> announced = uninformed_neighbours();
   if (!complete())
     for (int member : announce_to_)
-      if (std::find(told.begin(), told.end(), member) == told.end()) told.push_back(member);
-  for (int member : told) context_.links[group_.members[member]]->announce(identity_);
+      if (std::find(announced.begin(), announced.end(), member) == announced.end()) announced.push_back(member);
+  for (int member : announced) context_.links[group_.members[member]]->announce(identity_);
 }
 
-// The neighbours that no flow informs of the operation at once. A member may not get two empty frames of one operation.
+// The neighbours without a flow that starts at once. A member must not get two empty frames of one operation.
 std::vector<int> Operation::uninformed_neighbours() const {
   std::vector<int> found;
   if (!announces_to_neighbours_) return found;

@@ -9,7 +9,7 @@
 namespace ringdp {
 namespace {
 
-// Between far hosts of a peer's chunk: waiting for its grant would take as long as its first bytes need to arrive. A quarter of the
+// Eager bytes of a peer's chunk between far hosts, where a grant takes as long as the first bytes. A quarter of the
 // peer's window, so that several operations have room.
 constexpr uint64_t kFarEagerBytes = kEagerWindowBytes / 4;
 
@@ -47,7 +47,7 @@ void Pairwise::prepare() {
     int to = (group_.rank + step) % group_.size, from = (group_.rank + group_.size - step) % group_.size;
     std::size_t back = collects(group_.rank) ? chunks_[from].size() : 0, result = collects(to) ? mine : 0;
     add_receive(from, mine + back, receive_window(mine + back));
-    // Its part of their chunk is overwritten by their sum, of which it is a part.
+    // Their sum overwrites its part of their chunk.
     SendFlow& flow = add_send(to, chunks_[to].size() + result, ready(to));
     flow.lasting = true;
     if (group_.far && result > 0) flow.eager = std::clamp<uint64_t>(chunks_[to].size(), flow.eager, kFarEagerBytes);
@@ -105,7 +105,7 @@ void Pairwise::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> dat
   advance();
 }
 
-// Once there is room for all that is left of this rank's chunk, results may follow without bound: they go into place.
+// Once there is room for the rest of this rank's chunk, results may follow without limit: they are received in place.
 uint64_t Pairwise::receive_window(uint64_t total) const {
   return fold_.window() == own_out_.size() ? total : fold_.window();
 }
@@ -129,8 +129,8 @@ void Pairwise::go_on_from(uint64_t before) {
   for (SendFlow& flow : sends_) flow.ready = ready(flow.member);
 }
 
-// A ring would round half types at each step, its order of summation follows the place in the buffer, and between far hosts
-// it takes a round trip for every two ranks.
+// A ring would round half types at each step, its order of summation depends on the place in the buffer, and between
+// far hosts each step takes half a round trip.
 const AllReduceAlgorithm kPairwiseAllReduce{
     Algorithm::kPairwise,
     [](const AllReduceRequest& request) {

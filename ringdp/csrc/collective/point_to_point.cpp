@@ -8,7 +8,7 @@ Send::Send(GroupView group, OperationShape shape, std::string name, std::span<st
     : Operation(std::move(group), shape, std::move(name)), memory_(memory), ends_{true, group_.rank, to, shape.root} {
   uses(memory);
   mutable_identity().between = "from rank " + std::to_string(ends_.from) + " to rank " + std::to_string(ends_.to);
-  // A member that receives from any rank must learn of the message even while it waits for its grant.
+  // A member that receives from any rank must see the message before it can grant it.
   if (memory.size() > kSmallFlowBytes) announces_to(to);
 }
 
@@ -22,7 +22,7 @@ Receive::Receive(GroupView group, OperationShape shape, std::string name, std::s
     : Operation(std::move(group), shape, std::move(name)), memory_(memory) {
   ends_ = {false, PointToPoint::kAny, group_.rank, shape.root};
   uses(memory);
-  mutable_identity().shape.what = Collective::kRecv;  // in messages; the fingerprint is that of the send it meets
+  mutable_identity().shape.what = Collective::kRecv;  // for texts; the fingerprint is that of the matching send
   bind(from);
 }
 

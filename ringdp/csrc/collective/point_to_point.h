@@ -1,6 +1,6 @@
-// Send and Receive: one message from one member to another. They stand outside the order of the group's collectives and
-// are matched by (from, to, tag) and a count (engine/group_state.h), so no order of legal calls blocks.
-// A message above kSmallFlowBytes waits for its receiver; a smaller one is stored there as far as the eager window goes.
+// Send and Receive: one message from one member to another. They are outside the order of the group's collectives and
+// are matched by (from, to, tag) and a count (engine/group_state.h), so no order of legal calls blocks. A message
+// above kSmallFlowBytes waits for its receiver; a smaller one is stored there, within the eager window.
 #pragma once
 
 #include "collective/operation.h"

@@ -9,12 +9,13 @@ namespace {
 
 constexpr std::size_t kPieceBytes = 16 * 1024;  // what is summed at a time: stays in the first-level cache
 
-// In all, of all peers: 8 MiB. A grant waits behind what this rank has queued for the same peer, and meanwhile the line needs
-// something to do: with two blocks of each of three peers a sum took a fifth longer than a ring at 1 Gbit.
+// Of all peers: 8 MiB. A grant waits behind this rank's queued frames to the same peer, and meanwhile the line must
+// stay busy: with two blocks of each of three peers a sum took a fifth longer than a ring at 1 Gbit.
 constexpr std::size_t kBlocksOfAll = 64;
 constexpr std::size_t kLeastBlocks = 2;  // of a peer: one is filled while the other is added
 constexpr std::size_t kMostBlocks = 16;
-// Between far hosts, in all: 64 MiB. A path of 1 Gbit/s and 200 ms holds 25 MB in each direction, and as much waits in its queues.
+// Between far hosts, in all: 64 MiB. A path of 1 Gbit/s and 200 ms holds 25 MB in each direction, and as much in its
+// queues.
 constexpr std::size_t kFarBlocks = 512;
 
 std::size_t blocks_for(int size, bool far) {
@@ -148,7 +149,7 @@ std::size_t RankOrderFold::add(int member, uint64_t end, const std::byte* data) 
   return bytes;
 }
 
-// A piece of one rank after that of the rank before it, while the sum is in the cache.
+// Adds the ranks' pieces in rank order, while the sum is in the cache.
 void RankOrderFold::advance_in_stages(uint64_t limit) {
   for (bool moved = true; moved;) {
     moved = false;

@@ -10,7 +10,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kPieceBytes = 16 * 1024;
-constexpr uint64_t kLongBytes = 4 << 20;  // its results have left the caches before somebody reads them
+constexpr uint64_t kLongBytes = 4 << 20;  // its results have left the caches before they are read
 
 }  // namespace
 
@@ -37,10 +37,10 @@ std::span<std::byte> Ring::in_block(const Leg& leg) const {
   return slabs_[static_cast<std::size_t>(leg.slab)][static_cast<std::size_t>((group_.rank + 2 * n - 1 - leg.step) % n)];
 }
 
-// A leg is one block of one slab in one step. Both streams of a rank, to the right and from the left, carry the legs in the
-// same order, so the offset of a byte in a stream tells its slab and step. A leg can go out
-// once the leg that brings the same block has arrived (`after`), and slab s is one step behind slab s-1, so that every rank
-// has a block to send while another one is on its way to it.
+// A leg is one block of one slab in one step. Both streams of a rank, to the right and from the left, carry the legs
+// in the same order, so the offset of a byte in a stream tells its slab and step. A leg can be sent once the incoming
+// leg of the same block has arrived (`after`), and slab s is one step behind slab s-1, so that every rank has a block
+// to send while it receives another one.
 void Ring::lay_out() {
   int slabs = static_cast<int>(slabs_.size());
   std::vector<std::size_t> last(slabs_.size());
@@ -67,7 +67,7 @@ void Ring::prepare() {
   int right = (group_.rank + 1) % group_.size, left = (group_.rank + group_.size - 1) % group_.size;
   add_receive(left, in_total_, window());
   SendFlow& send = add_send(right, out_total_, 0);
-  send.lasting = true;  // a partial sum is overwritten by the sum of which it is a part
+  send.lasting = true;  // later sums overwrite partial ones
   make_ready(send, 0);
 }
 
@@ -89,7 +89,7 @@ void Ring::more_came() {
   make_ready(sends_.front(), receives_.front().received);
 }
 
-// How far the stream to the right can go when `received` bytes have come from the left.
+// How many bytes of the stream to the right can be sent when `received` bytes have come from the left.
 void Ring::make_ready(SendFlow& send, uint64_t received) {
   for (; ready_leg_ < legs_.size(); ++ready_leg_) {
     const Leg& leg = legs_[ready_leg_];
@@ -140,7 +140,7 @@ void Ring::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) {
   make_ready(sends_.front(), flow.received);
 }
 
-// What is summed is added from where it lies.
+// Operands of sums are added without a copy.
 bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
   const Leg& leg = leg_in(offset);
   if (leg.step >= reduce_steps_)
@@ -152,8 +152,8 @@ bool Ring::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data
   return true;
 }
 
-// A result that this rank does not send on, in memory that it has not read: to store it through the caches would fetch that memory
-// first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
+// A result that this rank does not forward, in memory that it has not read: storing it through the caches would fetch
+// that memory first. An elastic step of 92 MB, 2 ranks: 5.6 % more than one in place that way, 3.7 % past the caches.
 bool Ring::ends_past_caches(const Leg& leg) const {
   return input_ != 0 && leg.step == steps_ - 1 && in_total_ >= kLongBytes;
 }
@@ -194,10 +194,11 @@ namespace {
 
 constexpr std::size_t kRingBlockBytes = 256 * 1024;  // a few of them fit into a core's cache
 
-// The ring's blocks, 0: as long as they get. Short ones are sent on from the cache. Between two ranks, over loopback, 100 MiB:
-// 36 ms, 42 with long ones. Inside a host, through shared memory, 4 ranks on 2 cores, 25 MiB: 8.0, 8.5, 9.0 ms with 64, 128,
-// 256 KiB, 10.3 with long ones; 8 ranks: 25.1, 25.7, 23.0 and 24.1. Over TCP more than two ranks on few cores work better with
-// long ones, as each can go on while others sleep (4 ranks on 2 cores, 25 MiB: 31 ms, 38 with short ones).
+// The length of the ring's blocks; 0: not limited. Short ones are forwarded from the cache. Between two ranks, over
+// loopback, 100 MiB: 36 ms, 42 with long ones. Inside a host, through shared memory, 4 ranks on 2 cores, 25 MiB: 8.0,
+// 8.5, 9.0 ms with 64, 128, 256 KiB, 10.3 with long ones; 8 ranks: 25.1, 25.7, 23.0 and 24.1. Over TCP more than two
+// ranks on few cores work better with long ones, as each can go on while others sleep (4 ranks on 2 cores, 25 MiB: 31
+// ms, 38 with short ones).
 std::size_t ring_block_bytes(const GroupView& group) {
   if (group.size == 2) return kRingBlockBytes;
   if (layout_of(group.hosts) != Layout::kOneHost) return 0;

@@ -1,5 +1,5 @@
-// Scattered: bytes that lie in several places and count as one stretch, one place after the other; mostly it is a single place,
-// for which it allocates nothing. It owns the list of the places, not their bytes. Value type, any thread.
+// Scattered: several pieces of memory as one byte range; usually a single piece, for which it does not allocate. It
+// owns the list of the places, not their bytes. Value type, any thread.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Scattered {
     return places_;
   }
 
-  // The bytes from `offset` on that lie together; at most `most`.
+  // The contiguous bytes from `offset` on; at most `most`.
   std::span<std::byte> at(std::size_t offset, std::size_t most) const {
     if (offset >= size_) return {};
     if (places_.empty()) return only_.subspan(offset, std::min(most, size_ - offset));
@@ -48,13 +48,13 @@ class Scattered {
   }
 
  private:
-  std::span<std::byte> only_;                 // where there is one place
-  std::vector<std::span<std::byte>> places_;  // where there are several
-  std::vector<std::size_t> begins_;           // where each of these is in the stretch
+  std::span<std::byte> only_;                 // if there is one place
+  std::vector<std::span<std::byte>> places_;  // if there are several
+  std::vector<std::size_t> begins_;           // the offset of each in the range
   std::size_t size_ = 0;
 };
 
-// `lists[i][part]`: of each part, what the lists have of it.
+// For each part the pieces `lists[i][part]` of all lists, together.
 inline std::vector<Scattered> by_part(const std::vector<std::vector<std::span<std::byte>>>& lists, std::size_t parts) {
   std::vector<Scattered> out(parts);
   for (const auto& list : lists)

@@ -1,8 +1,7 @@
-// Stages: plain lists of all that a rank sends and receives in an operation of two levels (two_level.h). A stage is the state
-// of a block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or come from one
-// member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h, two_level_scatter.h); `TwoLevel`
-// executes them.
-// Owned by one operation, used by the thread that drives the engine.
+// Stages: lists of a rank's sends and receives in an operation of two levels (two_level.h). A stage is the state of a
+// block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or come from one
+// member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h, two_level_scatter.h);
+// `TwoLevel` executes them. Owned by one operation, used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -25,17 +24,18 @@ struct Stage {
   const Kind kind;
   const std::size_t size;
   std::span<std::byte> memory;
-  std::size_t done;  // bytes that are there
+  std::size_t done;  // bytes that are complete
 
-  // A sum adds the inputs of `parts` ranks in order. This rank's input, at `place`, is the stage `own` or, if null, `input`.
+  // A sum adds the inputs of `parts` ranks in order. This rank's input, at `place`, is the stage `own` or, if null,
+  // `input`.
   int parts = 1;
   int place = 0;
   int divisor = 1;  // of a mean: taken here
   std::span<const std::byte> input;
   Stage* own = nullptr;
   Stage* next = nullptr;                // the sum whose `own` this is
-  bool final = false;                   // its sum is what the result is
-  std::unique_ptr<RankOrderFold> fold;  // while bytes of the others wait in it
+  bool final = false;                   // its sum is the result
+  std::unique_ptr<RankOrderFold> fold;  // while it holds bytes of other ranks
 
   // A sum that this rank only forwards has memory from its first byte until it has been sent.
   bool passes_through = false;
@@ -74,7 +74,7 @@ class StagePlan {
   StagePlan() = default;
 
   Stage& add_stage(Stage::Kind kind, std::span<std::byte> memory) { return stages_.emplace_back(kind, memory); }
-  // In place of this rank's own part.
+  // Replaces this rank's own part.
   Stage& add_sum(std::span<std::byte> memory, int parts, int place, int divisor, Stage* own);
   void add_outgoing(int member, Stage& stage) { add_piece(out_, member, stage, 0); }
   void add_incoming(int member, Stage& stage, int part = 0) { add_piece(in_, member, stage, part); }

@@ -7,7 +7,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kBlockBytes = 128 * 1024;  // of a stream that goes up: a child is two of them ahead at most
+constexpr std::size_t kBlockBytes = 128 * 1024;  // of a stream up: a child is at most two of them ahead
 constexpr std::size_t kPieceBytes = 16 * 1024;   // what is added at a time: stays in the first-level cache
 
 }  // namespace
@@ -99,7 +99,7 @@ void Tree::flushed(SendFlow& flow) {
   if (&flow == to_parent_ && adds()) advance();
 }
 
-// What comes down overwrites input that has been added: the root cannot have the sum of it before that has left.
+// Results from the root overwrite input only after it was added and sent: the root needs it for the sum.
 std::span<std::byte> Tree::incoming(RecvFlow& flow, uint64_t offset, std::size_t length) {
   if (flow.member == parent_) return memory_.subspan(offset, length);
   for (const Child& child : children_) {
@@ -129,7 +129,7 @@ uint64_t Tree::window(const Child& child) const {
 void Tree::advance() {
   uint64_t end = there(memory_);
   for (const Child& child : children_) end = std::min<uint64_t>(end, child.from->received / child.scale);
-  // A block of sums is overwritten by the next but one: it must have left.
+  // A block of sums is overwritten by the next but one, so it must be sent before.
   if (to_parent_ != nullptr) {
     const uint64_t left = to_parent_->sent / scale_ / block_bytes_;
     end = std::min<uint64_t>(end, (left + 2) * block_bytes_);

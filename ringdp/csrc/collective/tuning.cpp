@@ -45,14 +45,14 @@ std::string size_text(std::size_t bytes) {
   return std::to_string(bytes) + " B";
 }
 
-// "fold up to 1 MiB, ring above": the sizes at which the choice changes are found by bisection, so that this cannot say
-// anything else than what is chosen.
-std::string ranges_in_words(const AlgorithmTable& table, std::span<const int> hosts, DType dtype) {
+// "fold up to 1 MiB, ring above": finds the sizes at which the choice changes by bisection over the choosing function
+// itself, so the text cannot differ from it.
+std::string describe_ranges(const AlgorithmTable& table, std::span<const int> hosts, DType dtype) {
   auto choice = [&](std::size_t bytes) { return choose_all_reduce(table, hosts, dtype, bytes); };
   constexpr std::size_t kTop = std::size_t{1} << 50;
   std::string out;
   for (std::size_t from = 0; choice(from) != choice(kTop);) {
-    std::size_t low = from, high = kTop;  // at `low` it is what it is at `from`, at `high` another
+    std::size_t low = from, high = kTop;  // the choice at `low` equals that at `from`, the choice at `high` differs
     while (high - low > 1) {
       std::size_t middle = low + (high - low) / 2;
       (choice(middle) == choice(from) ? low : high) = middle;
@@ -93,15 +93,15 @@ std::string tables_text(const AlgorithmTables& tables) {
   return text;
 }
 
-std::string all_reduce_in_words(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source) {
+std::string describe_all_reduce(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source) {
   Layout layout = layout_of(hosts);
   int ranks = static_cast<int>(hosts.size());
   std::string where = std::to_string(std::set<int>(hosts.begin(), hosts.end()).size());
   std::string place = layout == Layout::kOneHost          ? "on one host"
                       : layout == Layout::kOneRankPerHost ? "on as many hosts"
                                                           : "on " + where + " hosts";
-  std::string exact = ranges_in_words(tables.of(layout), hosts, DType::kFloat32);
-  std::string half = ranges_in_words(tables.of(layout), hosts, DType::kBfloat16);
+  std::string exact = describe_ranges(tables.of(layout), hosts, DType::kFloat32);
+  std::string half = describe_ranges(tables.of(layout), hosts, DType::kBfloat16);
   std::string out = "all-reduce of " + std::to_string(ranks) + " ranks " + place + " (layout " +
                     std::string(layout_name(layout)) + "): " + exact;
   if (half != exact) out += "; float16 and bfloat16: " + half;

@@ -9,8 +9,8 @@
 namespace ringdp {
 namespace {
 
-// Per peer, that may lie here until others have come or until their sum has left: at most 128 KiB each. Between far hosts as many as
-// a long path holds.
+// Pieces per peer that are kept here until those of other peers have come or until their sum is sent: at most 128 KiB
+// each. Between far hosts as many as a long path holds.
 constexpr std::size_t kHeldPieces = 2;
 constexpr std::size_t kFarHeldPieces = 256;
 
@@ -44,8 +44,7 @@ void TwoLevel::prepare() {
     out_of_[static_cast<std::size_t>(stream.member)] = out_.size();
     Outgoing& out = out_.emplace_back(stream);
     out.flow = &add_send(stream.member, stream.total, 0);
-    // Of an all-reduce: its input and sums are overwritten by sums of which they are a part. A reduce-scatter has rooms that are
-    // used again.
+    // In an all-reduce later sums overwrite its input and partial sums. A reduce-scatter reuses its rooms.
     out.flow->lasting = shape.what == Collective::kAllReduce;
     make_ready(out);
   }
@@ -66,7 +65,7 @@ void TwoLevel::begin_sum(Stage& stage) {
 std::size_t TwoLevel::advance(Stage& stage) {
   if (stage.kind != Stage::Kind::kSum || stage.complete()) return stage.done;
   if (stage.fold == nullptr) {
-    if (stage.parts > 1) return 0;  // nothing has come
+    if (stage.parts > 1) return 0;  // no bytes have come
     begin_sum(stage);
   }
   if (stage.own != nullptr) stage.fold->received(stage.place, advance(*stage.own));
@@ -75,9 +74,9 @@ std::size_t TwoLevel::advance(Stage& stage) {
   return stage.done;
 }
 
-// How far the peer may send. What is copied goes into place, and what this rank only adds its own to does, too, as soon as
-// that is complete. A sum that waits for others keeps its bytes, one that passes through its own memory, too: of those only a
-// few may be open, but for what may come unasked.
+// How far the peer may send. Copies are received in place, as are bytes to which this rank adds only its own part,
+// once that is complete. A sum that waits for other peers, or is forwarded, keeps its bytes: only a few of those may
+// be open, besides the eager ones.
 uint64_t TwoLevel::widened(Incoming& in) {
   auto holds = [](const Stage& stage) {
     if (stage.kind != Stage::Kind::kSum) return false;
@@ -98,7 +97,7 @@ void TwoLevel::make_ready(Outgoing& out) {
   for (; out.ready < pieces.size(); ++out.ready) {
     const Piece& piece = pieces[out.ready];
     bool alone = piece.stage->passes_through && piece.stage->parts == 1;
-    if (alone && out.ready >= out.sent + held_pieces_) return;  // no other rank's bytes pace it
+    if (alone && out.ready >= out.sent + held_pieces_) return;  // it does not depend on another rank's bytes
     std::size_t there = advance(*piece.stage);
     out.flow->ready = piece.begin + there;
     if (there < piece.stage->size) return;
@@ -168,7 +167,7 @@ void TwoLevel::arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> dat
   move_on();
 }
 
-// From a host's other rank, where its bytes lie in shared memory: added from there if nothing else is missing for it.
+// Bytes of another rank of the host in shared memory are added without a copy if the sum lacks no other bytes.
 bool TwoLevel::take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
   const Piece& piece = piece_at(flow, offset);
   Stage& stage = *piece.stage;

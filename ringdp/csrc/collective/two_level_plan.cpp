@@ -7,13 +7,13 @@ namespace {
 
 // Part of the order of summation (docs/reference/algorithms.md): how the buffer is cut.
 constexpr std::size_t kBlockBytes = RankOrderFold::kBlockBytes;  // longest
-constexpr std::size_t kLeastBlockBytes = 16 * 1024;  // shorter only where a share for every rank asks for it
-constexpr int kLeastRounds = 4;                      // shares of each carrier: the work inside overlaps the wire
+constexpr std::size_t kLeastBlockBytes = 16 * 1024;              // shorter only so that every rank gets a share
+constexpr int kLeastRounds = 4;  // shares of each carrier: the work inside overlaps the wire
 
-// How far apart things are, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent inside a
-// host that much before they are needed between hosts, and between hosts a share waits for its next step while so many
-// others take theirs: the line is busy while a block is on its way. Between far hosts all shares take a step before the first
-// of them takes the next.
+// The pipeline's depth, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent inside a
+// host so many rounds before they are needed between hosts, and between hosts a share waits for its next step while so
+// many others take theirs, so that the line is busy while a block is in flight. Between far hosts all shares take a
+// step before the first of them takes the next.
 constexpr int kLead = 4;
 constexpr int kLag = 4;
 
@@ -27,10 +27,11 @@ int count_shares(std::size_t bytes, int hosts, int most) {
 
 }  // namespace
 
-// The three loops make the schedule: in turn t the shares of round t are added up inside the hosts, those of rounds that began
-// earlier make one more step between the hosts, and finished blocks go to the other ranks of the host. kLead and kLag say how
-// many turns lie between these, so that the next block is there when a carrier needs it; the bits do not depend on them.
-// Every rank runs the same loops and keeps only its own stages, which is why two ranks agree on the order of their stream.
+// The three loops make the schedule: in turn t the shares of round t are added up inside the hosts, those of rounds
+// that began earlier make one more step between the hosts, and finished blocks go to the other ranks of the host.
+// kLead and kLag say how many turns lie between these, so that the next block is there when a carrier needs it; the
+// bits do not depend on them. Every rank runs the same loops and keeps only its own stages, which is why two ranks
+// agree on the order of their stream.
 AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op, bool far)
     : hosts_(hosts),
       memory_(memory),
@@ -72,7 +73,7 @@ Stage*& AllReducePlan::latest(int share, int number) {
   return latest_[static_cast<std::size_t>(share * hosts_.count() + number)];
 }
 
-// Blocks in the order in which the ring wants them.
+// Blocks in the order of the ring.
 void AllReducePlan::make_inside(int share) {
   const std::vector<int>& local = hosts_.local();
   int parts = static_cast<int>(local.size());
@@ -84,7 +85,7 @@ void AllReducePlan::make_inside(int share) {
       add_outgoing(carrier(hosts_.here, share), add_stage(Stage::Kind::kInput, memory));
       continue;
     }
-    // The mean of half types is taken here, so that no sum overflows on its way where the mean would not.
+    // The mean of half types is taken here, so that no partial sum overflows if the mean does not.
     int divisor = half_ ? ranks_ : 1;
     bool adds = parts > 1 || divisor > 1;
     Stage& sum = adds ? add_sum(memory, parts, hosts_.place, divisor, nullptr) : add_stage(Stage::Kind::kInput, memory);
@@ -109,7 +110,8 @@ void AllReducePlan::make_ring_step(int share, Step step) {
   latest(share, coming) = &got;
 }
 
-// Step 0 takes each host's block to it, where all of them are added in the order of the hosts; step 1 takes the sums to all.
+// Step 0 takes each host's block to it, where all of them are added in the order of the hosts; step 1 takes the sums
+// to all.
 void AllReducePlan::make_exchange_step(int share, Step step) {
   int h = hosts_.count(), here = hosts_.here;
   Stage* mine = latest(share, here);

@@ -1,13 +1,14 @@
 // AllReducePlan: the stages of an all-reduce in two levels, made from the host map, the element count and the type.
 //
-// The buffer is cut into shares, h blocks each (h hosts). Share s is carried on host H by that host's rank number s modulo
-// its number of ranks. Three things happen to it:
+// The buffer is cut into shares, h blocks each (h hosts). Share s is carried on host H by that host's rank number s
+// modulo its number of ranks. Three things happen to it:
 //   inside    the ranks of a host send their part to the host's carrier, which adds up in rank order;
-//   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types; all types between far hosts);
+//   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types; all
+//     types between far hosts);
 //   result    each carrier passes finished blocks on to the other ranks of its host.
-// All stages have one order, by `turn`, in which later shares begin while earlier ones are between hosts. A turn needs results
-// of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no deadlock.
-// Owned by one operation, whose thread uses it.
+// All stages have one order, by `turn`, in which later shares begin while earlier ones are between hosts. A turn needs
+// results of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no
+// deadlock. Owned by one operation, whose thread uses it.
 #pragma once
 
 #include <span>
@@ -31,7 +32,7 @@ class AllReducePlan final : public StagePlan {
   void make_ring_step(int share, Step step);
   void make_exchange_step(int share, Step step);
   void make_results(int share, Step step);
-  std::vector<int> finished_blocks(Step step) const;  // on this host, by what that step brings
+  std::vector<int> finished_blocks(Step step) const;  // on this host, by that step
 
   int carrier(int host, int share) const { return hosts_.carrier(host, share); }
   bool carries(int share) const { return share % static_cast<int>(hosts_.local().size()) == hosts_.place; }

@@ -1,7 +1,7 @@
-// ReduceScatterPlan: the stages of a reduce-scatter in two levels. On its own host a chunk's owner adds up the host's parts; on
-// every other host one rank does, its carrier, in memory of its own (inputs stay as they are), and sends the sum to the owner,
-// who adds the hosts' sums in the order of the hosts. It goes block by block, so that a rank holds only a few blocks per peer.
-// Owned by one operation, whose thread uses it.
+// ReduceScatterPlan: the stages of a reduce-scatter in two levels. On its own host a chunk's owner adds up the host's
+// parts; on every other host one rank does, its carrier, in memory of its own (inputs are not changed), and sends the
+// sum to the owner, which adds the hosts' sums in the order of the hosts. It works block by block, so that a rank
+// holds only a few blocks per peer. Owned by one operation, whose thread uses it.
 #pragma once
 
 #include <span>
@@ -20,7 +20,7 @@ class ReduceScatterPlan final : public StagePlan {
                     DType dtype, ReduceOp op);
 
  private:
-  // Of the chunk for the member who is number `place` on host `home`.
+  // Of the chunk for the member with number `place` on host `home`.
   void make_block(int home, int place, std::span<std::byte> input, std::span<std::byte> out);
 
   const HostMap& hosts_;

@@ -1,4 +1,5 @@
-// The block codes on the device: codec/blocks.h applied to a lane's share, with the block's largest element found by shuffles.
+// The block codes on the device: codec/blocks.h applied to a lane's share, with the block's largest element found by
+// shuffles.
 #pragma once
 
 #include "codec/blocks.h"
@@ -17,8 +18,8 @@ __device__ inline float float_of_byte(uint32_t word, int i, float zero) {
   return bits_as<float>(0x4b000000u | (word >> 8 * i & 0xffu)) - (0x1p23f + zero);
 }
 
-// Codes of a lane's eight elements in units of four bytes: packed from sums that have whole numbers, plus kOffset, in their
-// low bits.
+// Codes of a lane's eight elements in units of four bytes: packed from sums that have whole numbers, plus kOffset, in
+// their low bits.
 struct Int8Packing {
   static constexpr int kUnits = 2;
   static constexpr float kOffset = 0.0f;
@@ -44,8 +45,8 @@ struct Int8Packing {
   static __device__ bool stores(int, unsigned) { return true; }
 };
 
-// Unit 0 has the low 4 bits of elements i and i + 4 of the share in byte i, unit 1 the upper ones in the same places. A unit
-// of the upper plane belongs to all the lanes whose elements lie across it, and has theirs side by side.
+// Unit 0 has the low 4 bits of elements i and i + 4 of the share in byte i, unit 1 the upper ones in the same places.
+// A unit of the upper plane belongs to all the lanes whose elements lie across it, and has theirs side by side.
 template <class Block>
 struct NibblePacking {
   static constexpr unsigned kUpperBits = Block::kUpperBits;
@@ -211,7 +212,7 @@ struct BlockCodes {
     for (int i = 0; i < kShare; ++i) values[i] = code.scale != code.scale ? codecs::kMarked : values[i];
   }
 
-  // Whether what was encoded was finite: element i of the share, or any of it.
+  // Whether element i of the share, or the whole share, was finite before encoding.
   static __device__ bool finite(const Code& code, int) { return code.scale == code.scale; }
   static __device__ bool finite(const Code& code) { return code.scale == code.scale; }
 

@@ -55,8 +55,8 @@ __device__ inline WarpPart warp_part(uint32_t tile_in_run, std::size_t count) {
 template <int kSteps>
 inline constexpr std::size_t kTile = kWarps * kSteps * kStep;
 
-// Calls body<access, steps>(begin) for the steps of a warp's part: all at once, or, at the end of a run or where it is not
-// aligned, one by one.
+// Calls body<access, steps>(begin) for the steps of a warp's part: all at once, or, at the end of a run or where it is
+// not aligned, one by one.
 template <int kSteps, class Body>
 __device__ inline void for_steps(const WarpPart& part, std::size_t count, Access access, Body&& body) {
   if (part.whole && access == Access::kUnits) {

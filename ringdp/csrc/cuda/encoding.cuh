@@ -1,5 +1,5 @@
-// The second half of encode and reduce_codes: values become codes, and the codes' error becomes the new residual. Called by
-// all threads of a warp.
+// The second half of encode and reduce_codes: values become codes, and the codes' error becomes the new residual.
+// Called by all threads of a warp.
 #pragma once
 
 #include "cuda/codes.cuh"

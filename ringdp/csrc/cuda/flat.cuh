@@ -28,8 +28,8 @@ inline Flat flat(const void* begin, std::size_t count, std::size_t element_bytes
   return {head, (count - head) * element_bytes / sizeof(uint4), count};
 }
 
-// Calls body with all elements in the vectors of this block of threads, as Packed (one element or several), and with each
-// element before and after the vectors.
+// Calls body with all elements in the vectors of this block of threads, as Packed (one element or several), and with
+// each element before and after the vectors.
 template <class Packed, class Element, class Body>
 __device__ inline void for_flat(const Element* begin, const Flat& flat, Body&& body) {
   constexpr unsigned kElements = sizeof(uint4) / sizeof(Element);

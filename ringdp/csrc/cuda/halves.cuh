@@ -1,5 +1,6 @@
-// float16 and bfloat16 on the device. The hardware converts float16 as kernels/half.h does, but for NaNs, of which it makes
-// one; to bfloat16 it does not on every architecture, and the definition's own arithmetic is short. Any thread of a kernel.
+// float16 and bfloat16 on the device. The hardware converts float16 as kernels/half.h does, but for NaNs, of which it
+// makes one; to bfloat16 it does not on every architecture, and the definition's own arithmetic is short. Any thread
+// of a kernel.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -1,5 +1,5 @@
-// How kernels are launched: every launch of this folder goes through launch(). Host code; any thread; the current device is
-// the stream's.
+// How kernels are launched: every launch of this folder goes through launch(). Host code; any thread; the current
+// device is the stream's.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,12 +19,12 @@ inline constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next call that asks would take it for its own
+  cudaGetLastError();  // clears the error, which the next call would report as its own
   throw Error(ErrorKind::kSystem,
               std::string("cuda: cannot ") + doing + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
-// `doing` follows "cannot". Nothing is launched for no blocks.
+// `doing` follows "cannot" in the message. Without blocks nothing is launched.
 template <class... Parameters, class... Arguments>
 void launch(const char* doing, Stream stream, std::size_t blocks, void (*kernel)(Parameters...),
             const Arguments&... arguments) {

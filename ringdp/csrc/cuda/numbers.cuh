@@ -10,7 +10,7 @@ namespace ringdp::cuda {
 template <class T>
 struct Number {
   using Bits = typename kernels::Exponent<T>::Bits;
-  using Packed = std::conditional_t<sizeof(Bits) == 2, uint32_t, Bits>;  // what is tested at once
+  using Packed = std::conditional_t<sizeof(Bits) == 2, uint32_t, Bits>;  // tested at once
 
   template <class Some>
   static __device__ bool finite(Some bits) {

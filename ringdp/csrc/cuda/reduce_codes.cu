@@ -25,8 +25,8 @@ struct ReduceArguments {
 constexpr int kReduceSteps = 2;
 constexpr int kResident = 4;  // blocks of threads on a processor, so that enough loads are under way
 
-// v = the sum in order of the sources, as it is where there is one source only. The code of the next source is under way
-// while one is added.
+// v = the sum in order of the sources, as it is where there is one source only. The code of the next source is under
+// way while one is added.
 template <class Codes, Access kAccess, int kSteps>
 __device__ inline void add_sources(float (&v)[kSteps][kShare], const ReduceRun& run, const ReduceArguments& by,
                                    std::size_t begin, std::size_t count, unsigned lane) {

@@ -1,5 +1,5 @@
-// Many runs in one launch: a table of them travels as a parameter of the kernel (4 KB at most), so nothing is copied to the
-// device. Each block of threads takes one tile of one run.
+// Many runs in one launch: a table of them travels as a parameter of the kernel (4 KB at most), so nothing is copied
+// to the device. Each block of threads takes one tile of one run.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace ringdp::cuda {
 
-inline constexpr std::size_t kTableBytes = 3968;  // what is left of 4 KB is for the other parameters
+inline constexpr std::size_t kTableBytes = 3968;  // the rest of 4 KB is for the other parameters
 
 template <class Run>
 struct RunTable {
@@ -30,7 +30,8 @@ struct RunTable {
   }
 };
 
-// Calls launch(table, tiles) as often as the runs fill a table; those without elements are left out. Run has count.
+// Calls launch(table, tiles) for each full table, and for the rest; runs without elements are left out. Run has a
+// member count.
 template <class Run>
 class RunTables {
  public:

@@ -1,6 +1,6 @@
-// Threshold select, in ascending order and the same on every run: one pass over x leaves a bit per element and a count per
-// tile, a scan turns counts into places, and a pass over the bits reads those elements that were selected. So x is read
-// once, as long as few are selected; no block of threads waits for another.
+// Threshold select, in ascending order and the same on every run: one pass over x leaves a bit per element and a count
+// per tile, a scan turns counts into places, and a pass over the bits reads those elements that were selected. So x is
+// read once, as long as few are selected; no block of threads waits for another.
 #include "base/host_device.h"
 #include "cuda/launch.cuh"
 

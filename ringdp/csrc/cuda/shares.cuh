@@ -1,6 +1,6 @@
-// How a warp reads and writes the elements and codes of a run: a step of 256 elements at a time, of which each lane has a
-// share of eight, two quads of neighbours that lie half a group apart. A group is what shares a scale, so that an int4
-// block's two elements of one byte are one lane's. All lanes of a warp make the same calls.
+// How a warp reads and writes the elements and codes of a run: a step of 256 elements at a time, of which each lane
+// has a share of eight, two quads of neighbours that lie half a group apart. The elements of a group share a scale, so
+// the two elements of one byte of an int4 block belong to one lane. All lanes of a warp make the same calls.
 #pragma once
 
 #include <cstddef>
@@ -68,13 +68,13 @@ __device__ inline void store_share(float* x, const float (&share)[kShare], std::
       for (int i = 0; i < kQuad; ++i)
         if (at + i < count) x[at + i] = quad[i];
     } else {
-      // Read again much later. And an assignment is taken apart by the compiler where it sees reason to.
+      // Read again only much later. A plain assignment may be split by the compiler.
       __stcs(reinterpret_cast<float4*>(x + at), make_float4(quad[0], quad[1], quad[2], quad[3]));
     }
   }
 }
 
-// What a unit is read and written in: all of it, or parts.
+// The type in which a unit is read and written: the whole unit, or parts.
 template <Access kAccess, class Unit>
 using UnitPart = std::conditional_t<kAccess == Access::kUnits, Unit,
                                     std::conditional_t<kAccess == Access::kPairs, uint16_t, uint8_t>>;

@@ -1,13 +1,12 @@
 // CopyQueue: copies between a device's memory and this process's, under way while the host goes on. One per operation.
 // torch/device/device_copies.h carries them out on a device's streams; tests/core has a device for tests.
 //
-// Owned by an operation's Staging. Calls that queue return at once; one thread at a time makes them: the thread that calls the
-// collective, then the one that drives the engine, which also asks `done`. Once the operation is over, the other calls and
-// `done` are for any thread.
-// The copies of one queue may run in any order, but copies that touch the same memory run in the order of the calls. Queues of
-// different operations are independent.
-// The caller keeps both memories of a copy until `done`: until then no thread may read the bytes that a copy writes, or write
-// those that it reads or writes.
+// Owned by an operation's Staging. Calls that queue return at once; one thread at a time makes them: the thread that
+// calls the collective, then the one that drives the engine, which also asks `done`. Once the operation is over, the
+// other calls and `done` are for any thread. The copies of one queue may run in any order, but copies that touch the
+// same memory run in the order of the calls. Queues of different operations are independent. The caller keeps both
+// memories of a copy until `done`: until then no thread may read the bytes that a copy writes, or write those that it
+// reads or writes.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +29,8 @@ class CopyQueue {
   virtual Ticket follow(std::function<void()> work) = 0;
   virtual bool done(Ticket ticket) = 0;  // throws an error of the device
 
-  // Calls `what` now, on this thread; the work that it queues on the device comes after everything queued here. A device
-  // without streams makes this thread wait.
+  // Calls `what` now, on this thread; the work that it queues on the device runs after everything queued here. On a
+  // device without streams this thread waits.
   virtual void after_all(const std::function<void()>& what) = 0;
   // The same for all later work of this thread on its current stream.
   virtual void order_caller() = 0;

@@ -42,12 +42,12 @@ bool Staging::poll() {
   }
   if (come_ == before) return false;
   if (!all_there()) return true;
-  for (Mirror& mirror : mirrors_) {  // what was final before
+  for (Mirror& mirror : mirrors_) {  // ranges that were final before
     if (mirror.reads) continue;
     for (std::size_t i = 0; i < mirror.pieces.size(); ++i) {
       const std::size_t begin = i * mirror.piece_bytes;
       const std::size_t size = std::min(mirror.piece_bytes, mirror.host.size() - begin);
-      if (!mirror.pieces[i].copied && mirror.pieces[i].told >= size) copy_back(mirror, i, i + 1);
+      if (!mirror.pieces[i].copied && mirror.pieces[i].final_bytes >= size) copy_back(mirror, i, i + 1);
     }
   }
   return true;
@@ -86,11 +86,11 @@ void Staging::final(std::span<const std::byte> memory) {
     const std::size_t begin = number * mirror->piece_bytes;
     const std::size_t end = std::min(mirror->host.size(), begin + mirror->piece_bytes);
     Piece& piece = mirror->pieces[number];
-    piece.told += std::min(upto, end) - at;
+    piece.final_bytes += std::min(upto, end) - at;
     at = std::min(upto, end);
     if (piece.copied)
       piece.late = true;
-    else if (piece.told >= end - begin && may_go_back(*mirror))
+    else if (piece.final_bytes >= end - begin && may_go_back(*mirror))
       copy_back(*mirror, number, number + 1);
   }
 }
@@ -120,7 +120,7 @@ void Staging::finish() {
 }
 
 bool Staging::landed() {
-  // The last ones first: mostly they are what is missing.
+  // The last pieces first: they are the most likely to be missing.
   for (std::size_t i = results_.size(); i-- > 0;)
     if (!queue_->done(results_[i])) return false;
   for (std::size_t i = arrivals_.size(); i-- > come_;)

@@ -1,8 +1,8 @@
-// CallbackGate: while a thread has one, the callbacks of the operations that the thread issues do not run; they begin when it
-// is destroyed. torch runs a callback that is attached to a complete future at once, on the thread that attaches it; a
-// collective in it would then be numbered as that thread's own, not as the callback's, on some ranks and not on others. So the
-// reducer keeps a gate closed while user code (a communication hook) issues operations and attaches callbacks to them.
-// A local variable of the issuing thread; gates nest. Thread-local, like names.
+// CallbackGate: while a thread has one, the callbacks of the operations that the thread issues do not run; they run
+// after its destruction. torch runs a callback that is attached to a complete future at once, on the thread that
+// attaches it; a collective in it would then be numbered as that thread's own, not as the callback's, and only on some
+// ranks. So the reducer keeps a gate closed while user code (a communication hook) issues operations and attaches
+// callbacks to them. A local variable of the issuing thread; gates nest. Thread-local, like names.
 #pragma once
 
 #include <condition_variable>
@@ -18,11 +18,11 @@ class CallbackGate {
   CallbackGate(const CallbackGate&) = delete;
   CallbackGate& operator=(const CallbackGate&) = delete;
 
-  // Opens once and stays open.
-  class State {  // shared by the gate and by the callbacks that wait for it to open
+  // Once open, it stays open.
+  class State {  // shared by the gate and the callbacks that wait for it
    public:
     void release();
-    void wait();  // a second at most: user code may be waiting for a future itself
+    void wait();  // at most a second: the user code may wait for a future
 
    private:
     std::mutex mutex_;
@@ -30,7 +30,7 @@ class CallbackGate {
     bool over_ = false;
   };
 
-  static const std::shared_ptr<State>& current();  // this thread's; null where it has none
+  static const std::shared_ptr<State>& current();  // this thread's; null if it has none
 
  private:
   std::shared_ptr<State> outer_;

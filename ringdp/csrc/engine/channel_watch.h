@@ -1,6 +1,5 @@
-// ChannelWatch: what the poller watches of the channels to the peers: bytes that come, bells, and room to write in those that are
-// full. Its tokens are the peers' places in the world.
-// Owned by PeerLinks, used by it on the thread that drives the engine.
+// ChannelWatch: polls the channels to the peers for bytes, bells, and room in full ones. Its tokens are the peers'
+// places in the world. Owned by PeerLinks, used by it on the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +19,7 @@ class ChannelWatch {
 
   void add(const Channel& channel, int peer);
   void remove(const Channel& channel);
-  // `links` by place in the world: from now on those that are full are watched for room to write, and no others.
+  // `links` by place in the world: from now on polls exactly the full ones for room to write.
   void follow(std::span<const std::unique_ptr<Link>> links);
   const std::vector<Poller::Event>& look() { return poller_.wait(0); }  // without sleeping
 

@@ -56,7 +56,7 @@ void CompletionQueue::push(int lane, uint64_t group, uint64_t sequence, std::fun
   auto index = static_cast<std::size_t>(lane);
   std::lock_guard lock(state_->mutex);
   while (state_->lanes.size() <= index && !state_->stopped) {
-    std::size_t next = state_->lanes.size();  // where it is before the thread can look
+    std::size_t next = state_->lanes.size();  // published before the thread reads it
     auto thread = start_thread("ringdp-done", [state = state_, next] { run_lane(state, next); });
     state_->lanes.emplace_back().thread = std::move(thread);
   }
@@ -72,7 +72,7 @@ void CompletionQueue::stop() {
 }
 
 void CompletionQueue::join() {
-  for (State::Lane& lane : state_->lanes) end_thread(lane.thread);  // stopped: no lane is added any more
+  for (State::Lane& lane : state_->lanes) end_thread(lane.thread);  // stopped: no lane is added from now on
 }
 
 void CompletionQueue::run() { run_lane(state_, 0); }
@@ -93,7 +93,7 @@ void CompletionQueue::run_lane(const std::shared_ptr<State>& owned, std::size_t 
     } catch (const std::exception& error) {
       log(LogLevel::kError, std::string("a callback after a collective failed: ") + error.what());
     }
-    job.run = nullptr;  // what it holds may take locks of its own
+    job.run = nullptr;  // its destructor may take other locks
     lock.lock();
   }
 }

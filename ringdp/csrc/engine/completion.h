@@ -1,9 +1,9 @@
-// CompletionQueue: runs the callbacks of operations one after the other on a thread of its own, because a callback may take
-// Python's lock or wait for further operations, and must not stop the network.
-// Owned by the engine; `push` from any thread. An operation issued inside a callback asks `nested_key` for its number: ranks
-// run callbacks at different moments, so such operations are matched by (number of the operation called back for, index
-// within it). The callbacks of such an operation run on another thread, the next lane's, because the first callback may be
-// waiting for them.
+// CompletionQueue: runs the callbacks of operations one after the other on a thread of its own, because a callback may
+// take Python's lock or wait for further operations, and must not stop the network. Owned by the engine; `push` from
+// any thread. An operation issued inside a callback gets its number from `nested_key`: ranks run callbacks at
+// different times, so such operations are matched by (number of the callback's operation, index within the callback).
+// The callbacks of such an operation run on another thread, the next lane's, because the first callback may wait for
+// them.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,18 @@ class CompletionQueue {
 
   void push(int lane, uint64_t group, uint64_t sequence, std::function<void()> job);
   void run();   // the body of lane 0's thread; returns after `stop`, when the queue is empty
-  void stop();  // then no further lane begins
-  void join();  // waits for the other lanes' threads; lane 0's is its owner's
+  void stop();  // no further lane starts
+  void join();  // joins the other lanes' threads; lane 0's belongs to the owner
 
   struct Nested {
-    uint64_t callback;  // the path of the callback in which the operation is issued
+    uint64_t callback;  // path of the callback that issues the operation
     uint64_t sequence;
   };
   // Inside a callback: the next number for an operation in `group`. nullopt elsewhere.
   static std::optional<Nested> nested_key(uint64_t group);
 
   static int current_lane();                                // of the callback that runs on this thread; -1 outside
-  static int issuing_lane() { return current_lane() + 1; }  // of what follows the operations issued here
+  static int issuing_lane() { return current_lane() + 1; }  // of the callbacks of operations issued here
 
   // The root of the paths of all callbacks after an operation.
   static uint64_t path_of(uint64_t group, uint64_t sequence);
@@ -43,10 +43,9 @@ class CompletionQueue {
   std::shared_ptr<State> state_;  // also held by the lanes' threads, one of which may drop this queue's owner
 };
 
-// CallbackScope: operations that this thread issues while it lives belong to the callback with this path, whichever thread
-// that is: a callback that is attached to a complete future runs at once, where it is attached, on some ranks and on a
-// lane's thread on others. `path`: the same on all ranks for the same callback, and no other's. `lane`: of the
-// operation that is called back for.
+// CallbackScope: while it exists, operations that this thread issues belong to the callback with this path. A callback
+// that is attached to a complete future runs at once on the attaching thread, on other ranks on a lane's thread.
+// `path`: unique for the callback, the same on all ranks. `lane`: of the callback's operation.
 class CallbackScope {
  public:
   CallbackScope(uint64_t path, int lane);

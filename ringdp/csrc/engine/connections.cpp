@@ -14,7 +14,8 @@ bool Connections::closed() const {
 void Connections::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
   role_.run([&] {
     const Link& link = *links_[peer];
-    if (closed() || link.connected() || !link.usable()) return;  // it was given up: the peer sees this connection end
+    // no longer wanted: the peer sees the end of this connection
+    if (closed() || link.connected() || !link.usable()) return;
     links_.connect(peer, std::move(channel), checksums);
   });
 }

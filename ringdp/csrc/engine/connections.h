@@ -1,5 +1,5 @@
-// Connections: what the thread that makes connections hands to the engine, and asks of it (mesh/late_connections.h).
-// Owned by the Engine. Any thread; each call runs while no other thread drives the engine.
+// Connections: the engine's interface for the thread that makes connections (mesh/connection_thread.h). Owned by the
+// Engine. Any thread; each call runs while no other thread drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,12 @@ class Connections {
   Connections(DriverRole& role, PeerLinks& links, FailureAgreement& failures, Healing& healing)
       : role_(role), links_(links), failures_(failures), healing_(healing) {}
 
-  // The first one with a peer, that was wanted on either side; or why there is none. `gone`: the peer has ended.
+  // The first connection to a peer, which either side wanted; or the reason why there is none. `gone`: the peer has
+  // ended.
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
   void cannot_connect(int peer, const Error& error, bool gone);
 
-  // Another one in place of one that has broken: see Healing.
+  // A replacement of a broken connection: see Healing.
   bool hold(int peer);
   std::optional<uint64_t> settle(int peer);
   void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);

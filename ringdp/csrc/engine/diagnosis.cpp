@@ -61,9 +61,9 @@ struct Diagnosis::State {
   std::mutex mutex;
   std::deque<std::function<void()>> jobs;
   bool stopped = false;
-  PeerInfo self;  // these: set before the thread starts
+  PeerInfo self;  // set before the thread starts, as the next members
   int world = 1;
-  int dumps = 0;  // these: the thread's
+  int dumps = 0;  // used by the thread only, as the next members
   bool complained = false;
 
   std::string path(const std::string& kind, const std::string& end) const {
@@ -88,7 +88,7 @@ struct Diagnosis::State {
                                          errno_text(error) + "; nothing else is affected (RINGDP_DUMP_DIR)");
   }
 
-  // First without stacks: the launcher may end this process at any moment, and stacks may take half a second.
+  // First without stacks, which may take half a second: the launcher may end this process at any moment.
   void dump(const std::string& reason) {
     DumpHead head{self, world, reason, ""};
     const std::string file = dump_path(++dumps);
@@ -117,16 +117,16 @@ struct Diagnosis::State {
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
     if (failed) return complain(folder, failed.value());
-    dumps =
-        last_dump();  // an earlier process of this rank may have failed: its dumps stay until later ones push them out
+    dumps = last_dump();  // keeps the dumps of an earlier process of this rank, within the limit
     const std::string file = path("process", ".json");
     const int error =
         write_file(file, "{\"rank\":" + std::to_string(self.rank) + ",\"world\":" + std::to_string(world) +
                              ",\"pid\":" + std::to_string(self.pid) + ",\"host\":" + json_text(self.host) + "}\n");
     if (error != 0) return complain(file, error);
-    if (!SignalBell::hears_user_signal())
-      notices.post(LogLevel::kInfo,
-                   "SIGUSR1 has a handler of the script's, which stays: for a dump use python -m ringdp dump PID");
+    if (!SignalBell::handles_user_signal())
+      notices.post(
+          LogLevel::kInfo,
+          "SIGUSR1 has a handler of the script's, which ringdp keeps: for a dump use python -m ringdp dump PID");
   }
 };
 
@@ -178,7 +178,7 @@ void Diagnosis::stop() {
 
 void Diagnosis::join() {
   end_thread(thread_);
-  state_->asking.stop();  // after what the last dump has asked for
+  state_->asking.stop();  // after the jobs of the last dump
   state_->asking.join();
 }
 

@@ -1,7 +1,6 @@
-// Diagnosis: writes what is known when something goes wrong: dumps of the recorder, and the stacks of ranks that are waited for.
-// A thread of its own writes, which neither the network nor Python can hold up: files may be slow, and Python stuck. Another one
-// asks for stacks, which may take a second.
-// Owned by the Engine, which calls `start`, `stop` and `join`; the rest from any thread, and returns at once. Nothing here throws
+// Diagnosis: writes dumps of the recorder, and the stacks of ranks for which others wait. It writes on a thread of its
+// own, since files may be slow and Python may be stuck. Another thread collects stacks, which may take a second. Owned
+// by the Engine, which calls `start`, `stop` and `join`; the rest from any thread, and returns at once. No call throws
 // or fails an operation: a folder that cannot be written gets one log line.
 #pragma once
 
@@ -18,27 +17,27 @@
 
 namespace ringdp {
 
-inline constexpr int kMostDumps = 8;  // of one rank that are kept; then the oldest goes
+inline constexpr int kMostDumps = 8;  // kept dumps of one rank; then the oldest is deleted
 
 class Diagnosis {
  public:
-  // `folder`: where dumps go; empty: nowhere. Both others outlive the thread.
+  // `folder`: for dumps; empty: none are written. Both others outlive the thread.
   Diagnosis(OperationRecorder& recorder, NoticeBoard& notices, std::string folder);
   ~Diagnosis();
   Diagnosis(const Diagnosis&) = delete;
   Diagnosis& operator=(const Diagnosis&) = delete;
 
-  // Begins to hear signals, and leaves a note in the folder that this process is there, for `python -m ringdp dump`.
+  // Installs the signal handlers, and registers this process in the folder for `python -m ringdp dump`.
   void start(const PeerInfo& self, int world);
-  // A group fails: that is recorded, and dumped, unless it was ended on purpose.
+  // Records and dumps the failure of a group, unless the group was ended on purpose.
   void note_failure(uint64_t group, const Error& error, uint64_t cause);
   // Adds to the log of stalls beside the dumps.
   void log_stall(const std::string& text);
-  // Where that log is; empty: nowhere.
+  // The path of that log; empty: there is none.
   std::string stall_log() const;
-  // On the thread that asks for stacks.
+  // Runs on the thread that collects stacks.
   void run(std::function<void()> job);
-  void stop();  // what waits is still done
+  void stop();  // queued jobs still run
   void join();
 
  private:

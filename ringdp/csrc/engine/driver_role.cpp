@@ -31,7 +31,7 @@ void DriverRole::leave(MutexLock& lock) {
 }
 
 void DriverRole::run(const std::function<void()>& action) {
-  if (held_here()) return action();  // a signal handler that runs while this thread drives
+  if (held_here()) return action();  // in a signal handler, while this thread drives
   MutexLock lock(mutex_);
   if (!held()) return drive(lock, action);
   bool done = false;
@@ -53,7 +53,7 @@ void DriverRole::run(const std::function<void()>& action) {
       changed_.wait(lock.native());
       continue;
     }
-    auto unseen = take_requests();  // by the driver that has left
+    auto unseen = take_requests();  // that the last driver has not run
     drive(lock, [&] {
       for (auto& request : unseen) request();
     });
@@ -89,8 +89,8 @@ bool DriverRole::begin_sleep() {
   return sleeping_ = true;
 }
 
-// While nothing is in flight it is the communication thread that looks at the links now and then: a peer may ask something, say
-// goodbye or be gone.
+// While nothing is in flight the communication thread looks at the links at intervals: a peer may send a ping or a
+// goodbye, or die.
 DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
   for (;;) {
     auto busy = [this]() RINGDP_NOT_CHECKED { return unfinished_ > 0 || left_.frames; };
@@ -98,7 +98,7 @@ DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
     const auto period = left_.copies && !held() ? kPendingCopiesPeriod : kIdleLookPeriod;
     const bool idle = !work_to_do_.wait_for(lock.native(), period, wanted);
     if (closed_) return Turn::kEnd;
-    if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on by the shorter period
+    if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on with the shorter period
     if (!held()) return idle ? Turn::kLook : Turn::kDrive;
     look_due_.store(true, std::memory_order_relaxed);
   }

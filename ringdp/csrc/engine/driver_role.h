@@ -1,8 +1,8 @@
-// DriverRole: which thread drives the engine, and how other threads wake it, wait for it and hand it requests. At most one
-// thread holds the role at a time; it changes hands under `mutex()`, so the next holder sees what the last one wrote. A
-// member of the engine's parts that belongs to the driver is marked RINGDP_GUARDED_BY(role_); the methods that touch it
-// assert that the calling thread holds the role (in builds with assertions; clang's -Wthread-safety checks the rest).
-// Owned by the Engine and used by its parts. Any thread.
+// DriverRole: which thread drives the engine, and how other threads wake it, wait for it and hand it requests. At most
+// one thread holds the role at a time; it is passed on under `mutex()`, so the next holder sees the last one's writes.
+// A member of the engine's parts that belongs to the driver is marked RINGDP_GUARDED_BY(role_); the methods that touch
+// it assert that the calling thread holds the role (in builds with assertions; clang's -Wthread-safety checks the
+// rest). Owned by the Engine and used by its parts. Any thread.
 #pragma once
 
 #include <atomic>
@@ -21,23 +21,23 @@ namespace ringdp {
 
 class RINGDP_CAPABILITY("role") DriverRole {
  public:
-  // What a driver that leaves has not done yet, beside operations in flight.
+  // Work that a leaving driver has not finished, besides operations in flight.
   struct Leftover {
-    bool frames = false;  // they wait for room in a channel
+    bool frames = false;  // waiting for room in a channel
     bool copies = false;  // to or from a device, of operations that are over
   };
 
   // `poller`: the driver sleeps in it; closed under the mutex. `leftover`: called by a driver that leaves.
   DriverRole(Poller& poller, std::function<Leftover()> leftover);
 
-  // The mutex of what any thread may touch. What is locked while it is held: a GroupTable's, the poller's.
+  // Guards the members for any thread. Locked before the mutexes of GroupTable and of the poller.
   Mutex& mutex() const RINGDP_RETURNS(mutex_) { return mutex_; }
 
   bool held_here() const { return holder_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
   void assert_held() const RINGDP_ASSERTS(this) { assert(held_here()); }
   bool held() const RINGDP_REQUIRES(mutex_) { return holder_.load(std::memory_order_relaxed) != std::thread::id(); }
 
-  // Runs `action` as the driver, without the mutex. Nobody may hold the role.
+  // Runs `action` as the driver, without the mutex. No thread may hold the role.
   template <typename Action>
   void drive(MutexLock& lock, Action&& action) RINGDP_REQUIRES(mutex_) {
     take(lock);
@@ -48,26 +48,28 @@ class RINGDP_CAPABILITY("role") DriverRole {
     } leaving{*this, lock};
     action();
   }
-  // Runs `action` while no other thread drives: at once where none does, else in the driver's next round (`take_requests`).
-  // Returns when it has run, throws what it throws.
+  // Runs `action` while no other thread drives: at once if none does, else in the driver's next round
+  // (`take_requests`). Returns after it has run, or throws its exception.
   void run(const std::function<void()>& action);
   std::vector<std::function<void()>> take_requests() RINGDP_REQUIRES(mutex_) { return std::exchange(requests_, {}); }
 
-  // Waits, for `most` at most, until an operation has ended or the role is free. False: nothing happened.
+  // Waits, for `most` at most, until an operation has ended or the role is free. False: neither happened.
   bool wait_for_change(MutexLock& lock, Clock::duration most) RINGDP_REQUIRES(mutex_);
 
-  // Operations in flight. `caller_waits`: the calling thread drives next unless another does, so none is woken.
+  // Operations in flight. `caller_waits`: the calling thread drives next unless another one does, so no thread is
+  // woken.
   void operation_began(bool caller_waits) RINGDP_REQUIRES(mutex_);
   void operation_ended() RINGDP_REQUIRES(mutex_);
 
-  // A driver is about to sleep in the poller: who hands it anything wakes it. False: requests wait, it must not sleep.
+  // Announces that the driver will sleep in the poller, so that requests wake it. False: there are requests, do not
+  // sleep.
   bool begin_sleep() RINGDP_REQUIRES(mutex_);
   void end_sleep() RINGDP_REQUIRES(mutex_) { sleeping_ = false; }
 
-  // For the communication thread: waits until there is something to do and nobody does it.
+  // For the communication thread: waits until there is work and no driver.
   enum class Turn {
     kDrive,  // there is work: drive until none is left
-    kLook,   // there is none: look once at all links
+    kLook,   // no work: look once at all links
     kEnd     // the engine is closed
   };
   Turn wait_for_turn(MutexLock& lock) RINGDP_REQUIRES(mutex_);
@@ -79,12 +81,13 @@ class RINGDP_CAPABILITY("role") DriverRole {
   bool closed() const RINGDP_REQUIRES(mutex_) { return closed_; }
 
  private:
-  void take(MutexLock& lock) RINGDP_NOT_CHECKED;   // comes with the lock, returns without it
-  void leave(MutexLock& lock) RINGDP_NOT_CHECKED;  // the other way round
+  void take(MutexLock& lock) RINGDP_NOT_CHECKED;   // called with the lock, returns without it
+  void leave(MutexLock& lock) RINGDP_NOT_CHECKED;  // called without the lock, returns with it
 
   Poller& poller_;
   const std::function<Leftover()> leftover_;
-  std::atomic<std::thread::id> holder_{};  // written under the mutex; a thread may ask without it whether it is itself
+  // written under the mutex; without it a thread may only compare it with its own id
+  std::atomic<std::thread::id> holder_{};
   std::atomic<bool> look_due_{false};
 
   mutable Mutex mutex_;
@@ -96,7 +99,7 @@ class RINGDP_CAPABILITY("role") DriverRole {
   std::size_t unfinished_ RINGDP_GUARDED_BY(mutex_) = 0;                   // operations
   Leftover left_ RINGDP_GUARDED_BY(mutex_);                                // by the last driver
   bool copies_began_ RINGDP_GUARDED_BY(mutex_) = false;                    // since the communication thread last looked
-  std::vector<std::function<void()>> requests_ RINGDP_GUARDED_BY(mutex_);  // to be run by the driver
+  std::vector<std::function<void()>> requests_ RINGDP_GUARDED_BY(mutex_);  // for the driver
 };
 
 }  // namespace ringdp

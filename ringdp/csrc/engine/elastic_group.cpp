@@ -17,7 +17,7 @@ constexpr std::size_t kMostCauseBytes = 500;
 constexpr std::size_t kMostUnitBytes = 200;
 constexpr auto kFirstNotice = std::chrono::seconds(10);
 
-// What the group has failed by, if that is a loss.
+// The group's failure, if it is a loss.
 std::optional<Error> loss_of(const std::exception_ptr& failure) {
   if (!failure) return std::nullopt;
   try {
@@ -90,7 +90,7 @@ std::shared_ptr<ElasticGroup> ElasticGroup::make(std::shared_ptr<Runtime> runtim
                                                  const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement) {
   std::shared_ptr<ElasticGroup> made(
       new ElasticGroup(std::move(runtime), std::move(name), timeout_ms, tables, std::move(agreement)));
-  made->group_ = made->make_view(1, members);  // it knows whose view it is
+  made->group_ = made->make_view(1, members);  // after `made` exists, to which the view belongs
   made->rank_ = made->group_->view().rank;
   made->size_ = made->group_->view().size;
   return made;
@@ -107,9 +107,9 @@ std::shared_ptr<GroupHandle> ElasticGroup::group() const {
   return group_;
 }
 
-void ElasticGroup::on_change(Told told) {
+void ElasticGroup::on_change(OnChange listener) {
   std::lock_guard lock(mutex_);
-  told_ = std::move(told);
+  on_change_ = std::move(listener);
 }
 
 void ElasticGroup::on_install(std::function<void(const std::shared_ptr<GroupHandle>&)> installed) {
@@ -130,16 +130,16 @@ void ElasticGroup::close(const std::string& how) {
 
 // ---- Units.
 
-uint64_t ElasticGroup::begin_unit(UnitWords words) {
+uint64_t ElasticGroup::begin_unit(UnitDescription unit) {
   throw_if_untold();
   std::lock_guard lock(mutex_);
-  if (words.also_lost.empty()) words.also_lost = std::move(unit_.also_lost);
-  unit_ = std::move(words);
+  if (unit.also_lost.empty()) unit.also_lost = std::move(unit_.also_lost);
+  unit_ = std::move(unit);
   weights_.clear();
   return left_ + 1;
 }
 
-void ElasticGroup::know_weights(std::vector<double> weights) {
+void ElasticGroup::set_weights(std::vector<double> weights) {
   std::lock_guard lock(mutex_);
   if (weights.size() == static_cast<std::size_t>(size_)) weights_ = std::move(weights);
 }
@@ -209,15 +209,15 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
         change.lost_weight = change.lost_weight.value_or(0) + decision.weights[i];
     }
     change.noticed_at = noticed;
-    write_log_line(/*made=*/change.counted);  // of the change before, whose unit this one has stopped
+    write_log_line(/*made=*/change.counted);  // of the change before, if this one has stopped its unit
     install(std::move(change));
   }
-  if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // if there is something to tell, the next call does
+  if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // an unreported change is reported by the next call
   throw_if_untold();
   return Outcome::kAgain;
 }
 
-// From now on this rank starts nothing in that view and becomes done with nothing.
+// From now on this rank starts no operation in that view and completes no unit.
 MemberState ElasticGroup::freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling) {
   std::vector<std::shared_ptr<Work>> calls;
   MemberState mine;
@@ -265,14 +265,14 @@ void ElasticGroup::install(ViewChange change) {
   }
   const auto now = make_view(change.view, decision.members);
   if (before->adds_in_rank_order()) now->add_in_rank_order();
-  Told told;
+  OnChange listener;
   {
     std::lock_guard lock(mutex_);
     group_ = now;
     group_->set_timeout_ms(timeout_ms_);
     progress_.install(change.view, decision.committed);
     left_ = base_ = decision.committed;
-    untold_ = untold_ || decision.replay;
+    unreported_ = unreported_ || decision.replay;
     called_ = 0;
     calls_.clear();
     weights_.clear();
@@ -282,11 +282,11 @@ void ElasticGroup::install(ViewChange change) {
     rank_ = now->view().rank;
     size_ = now->view().size;
     view_ = change.view;
-    told = told_;
+    listener = on_change_;
   }
   if (installed_) installed_(now);
   before->close("left: its members have changed");
-  if (told) told(change);  // before the line is written: where it is shown may be about to change
+  if (listener) listener(change);  // before the log line, since it may change the log's destination
   if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
 }
 
@@ -330,14 +330,15 @@ void ElasticGroup::call_failed(uint64_t group, const Error& error) {
   if (!is_loss(error)) return;
   const auto present = this->group();
   if (present->id() == group) change(0, view_);
-  // Here the operation is unfinished, so the change has told this rank; unless it was one of an earlier view.
+  // The operation is unfinished here, so the change has reported it to this rank, unless it was one of an earlier
+  // view.
   throw changed_error();
 }
 
 void ElasticGroup::throw_if_untold() {
   {
     std::lock_guard lock(mutex_);
-    if (!std::exchange(untold_, false)) return;
+    if (!std::exchange(unreported_, false)) return;
   }
   throw changed_error();
 }

@@ -75,7 +75,7 @@ LinkEvents Engine::link_events() {
   events.asked = [this](int from, uint64_t group, uint64_t sequence, bool with_stacks) {
     stalls_.on_asked(from, group, sequence, with_stacks);
   };
-  events.told_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
+  events.on_stacks = [this](int from, uint64_t group, uint64_t sequence, const std::string& stacks) {
     stalls_.on_stacks(from, group, sequence, stacks);
   };
   events.answered = [this](int from, uint64_t group, uint64_t sequence, const PeerState& state) {
@@ -111,7 +111,7 @@ void Engine::remove_group(uint64_t id, const std::string& how) {
     const Error error(ErrorKind::kState, "the process group was " + how + " on rank " + std::to_string(rank()) +
                                              " while operations were in flight");
     if (in_flight && group->outlives_losses)
-      failures_.leave({group}, error, "its process group was " + how);  // the job goes on without this rank
+      failures_.leave({group}, error, "its process group was " + how);  // the job continues without this rank
     else if (in_flight)
       failures_.fail(*group, error);
     links_.discard_group(id, group->view.members);
@@ -133,7 +133,7 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   FlowIdentity& identity = submission.operation->mutable_identity();
   InFlight in_flight;
   if (submission.operation->point_to_point() != nullptr) {
-    identity.sequence = kMessageBit;  // numbered when it meets its other end
+    identity.sequence = kMessageBit;  // numbered when its other end is known
   } else if (auto nested = CompletionQueue::nested_key(group_id)) {
     identity.sequence = nested->sequence;
     in_flight.callback = nested->callback;
@@ -217,7 +217,7 @@ void Engine::run_communication_thread() {
   }
 }
 
-// All groups fail, the peers hear that the cause is here, and no operation begins any more.
+// All groups fail, the peers get this rank's error, and no operation starts any more.
 void Engine::break_down(const std::string& why) {
   const PeerInfo& self = links_.peers().self();
   ErrorContext context;
@@ -314,14 +314,14 @@ void Engine::take_leave() {
 void Engine::shut_down() {
   if (fork_generation() != generation_) return;
   role_.run([this] {
-    say_bye();  // unless that was done; what was submitted meanwhile fails
+    say_bye();  // unless that was done; operations submitted meanwhile fail
     Deadline deadline = Deadline::after_ms(kGoodbyeMs);
     end_connections(links_, deadline);
     while (copies_.under_way() && !deadline.expired()) {
       copies_.look();
       if (copies_.under_way()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // A Work that the caller keeps keeps this engine too, perhaps for long: the descriptors are closed now.
+    // A caller may keep a Work, and with it this engine, for long: the descriptors are closed now.
     links_.close();
     MutexLock lock(role_.mutex());
     poller_.close();

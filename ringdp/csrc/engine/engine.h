@@ -1,10 +1,9 @@
-// Engine: all operations in flight of one Runtime, over its links. It is the way in: groups, `submit`, `wait`, `shut_down`. The
-// work is done by its parts, which know each other as far as their headers say: DriverRole (who drives), GroupTable (what is in
-// flight), PeerLinks (the network), FailureAgreement, StallMonitor, StagedCopies and Progress (what the driver does). At any
-// moment at most one thread drives: the caller of a synchronous operation or of `wait` if no other thread does, otherwise the
-// communication thread.
-// Owned by the Runtime, shared with Works and group handles. Any thread. The engine never takes Python's lock; an interrupt
-// check given to `wait` may.
+// Engine: all operations in flight of one Runtime, over its links. Its interface: groups, `submit`, `wait`,
+// `shut_down`. Its parts do the work: DriverRole (which thread drives), GroupTable (operations in flight), PeerLinks
+// (the network), FailureAgreement, StallMonitor, StagedCopies and Progress (the driver's loop). At any moment at most
+// one thread drives: the caller of a synchronous operation or of `wait` if no other thread does, otherwise the
+// communication thread. Owned by the Runtime, shared with Works and group handles. Any thread. The engine never takes
+// Python's lock; an interrupt check given to `wait` may.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +40,7 @@
 
 namespace ringdp {
 
-// What a call in a forked child gets: it has neither the connections nor the threads.
+// The error of a call in a forked child, which has neither the connections nor the threads.
 Error forked_error();
 
 class Engine {
@@ -51,17 +50,19 @@ class Engine {
 
   Connections& connections() { return connections_; }
 
-  // Returns the group's number on the wire: from `key`, which is the same on all members, and from how many groups of that
-  // key came before, so that frames of a destroyed group never reach one that is made like it. `name` is for messages.
-  // `outlives_losses`: what is submitted once it has failed fails as if it had been under way, and `submit` does not throw.
+  // Returns the group's number on the wire, made from `key`, which is the same on all members, and from the number of
+  // earlier groups of that key, so that frames of a destroyed group never reach a new group with the same members.
+  // `name` is for messages. `outlives_losses`: operations submitted after a failure fail like those in flight, and
+  // `submit` does not throw.
   uint64_t add_group(uint64_t key, const GroupView& view, const std::string& name, bool outlives_losses = false);
   // Operations still in flight fail, frames still arriving are dropped.
-  void remove_group(uint64_t id, const std::string& how = "destroyed");  // operations in flight fail with that word
+  // operations in flight fail; `how` is in their error
+  void remove_group(uint64_t id, const std::string& how = "destroyed");
 
   struct Submission {
     std::unique_ptr<Operation> operation;
     int64_t timeout_ms = 0;
-    bool caller_waits = false;                        // a `wait` follows at once: wake no thread
+    bool caller_waits = false;                        // the caller calls `wait` at once: no thread is woken
     std::function<void(std::exception_ptr)> on_done;  // run on the completion thread, in operation order; may be empty
     std::shared_ptr<void> keep_alive;                 // the buffers: held by the caller too, released when it is over
     int32_t call_site = -1;                           // of the Python code that calls, see OperationRecord
@@ -74,17 +75,17 @@ class Engine {
 
   // Calls the listener when the group fails, at once if it has failed. A listener that is gone is not called.
   void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
-  // Those of these places with which there is no connection any more. Looks at all links first.
+  // Those of these places whose connection is lost. Looks at all links first.
   std::vector<int> unreachable(const std::vector<int>& places);
-  // The group's first failure; null where it has none or was removed.
+  // The group's first failure; null if it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
 
-  // For other threads that wait: runs the options' check, which may throw.
+  // For other waiting threads: runs the options' interrupt check, which may throw.
   void check_interrupt() const {
     if (options_.check_interrupt) options_.check_interrupt();
   }
 
-  // Fails every group and tells the peers `why`.
+  // Fails every group and sends `why` to the peers.
   void abort(const std::string& why);
 
   void run_communication_thread();
@@ -93,10 +94,10 @@ class Engine {
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
-  // Fails what is in flight and says goodbye to the peers; they have read it when this returns, or will not within a bound.
-  // Connections that break meanwhile had better be made again.
+  // Fails operations in flight and sends goodbyes to the peers. Returns when they have read them, or after a time
+  // limit. Connections that break meanwhile should be replaced.
   void take_leave();
-  // After that, or without: the connections end, and the communication thread's loop.
+  // Ends the connections and the communication thread's loop; also without `shut_down`.
   void shut_down();
 
   Link::Traffic traffic() const { return links_.traffic(); }
@@ -109,7 +110,7 @@ class Engine {
  private:
   void say_bye();  // by the driver
   LinkEvents link_events();
-  void break_down(const std::string& why);  // driving has thrown: it cannot go on
+  void break_down(const std::string& why);  // driving has thrown: fails everything
 
   const unsigned generation_ = fork_generation();
   const EngineOptions options_;
@@ -130,7 +131,7 @@ class Engine {
   Progress progress_;
 
   std::string farewell_ RINGDP_GUARDED_BY(role_.mutex());
-  std::optional<Error> broken_ RINGDP_GUARDED_BY(role_.mutex());  // by what it has broken down
+  std::optional<Error> broken_ RINGDP_GUARDED_BY(role_.mutex());  // the error of break_down
 };
 
 }  // namespace ringdp

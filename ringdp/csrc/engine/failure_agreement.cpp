@@ -8,7 +8,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kListenForReasonMs = 100;  // why a connection ended
+constexpr int64_t kListenForReasonMs = 100;  // for the reason of an ended connection
 constexpr int64_t kNameMs = 1000;            // for the other side's name of an operation
 constexpr const char* kLookAtItsLog = "look at that rank's own log for the reason";
 
@@ -35,7 +35,7 @@ std::string departure_text(const std::string& reason) {
   return "it left the job" + (reason.empty() ? "" : ": " + reason);
 }
 
-// What the group was doing, in words, and the rest of it in the context.
+// The group's oldest operation as text, with its fields in the context.
 std::string note_oldest(const GroupState& group, ErrorContext& context) {
   const InFlight* oldest = group.oldest();
   if (oldest == nullptr) return "between operations";
@@ -80,14 +80,14 @@ void FailureAgreement::on_lost(int peer, const Error& error) {
   losses_[peer] = error;
   const std::vector<GroupPtr> concerned = groups_.with(peer);
   if (link.damaged()) {
-    // The other direction may be sound, and the peer then knows nothing of the damage: it is told for each group, also for
-    // those that it makes later.
+    // The other direction may be intact, and the peer does not see the damage: it gets an abort for each group, also
+    // for later ones.
     for (const GroupPtr& group : concerned) {
       Error explained = explain_damage(*group, peer, error);
       link.send_abort(group->id, notice_of(explained));
       queue(group->id, std::move(explained));
     }
-    link.send_bye("it gave this connection up: " + error.context().cause);
+    link.send_bye("it closed this connection: " + error.context().cause);
     links_.send_to(peer);
     return;
   }
@@ -123,7 +123,7 @@ void FailureAgreement::on_mismatched(Disagreement disagreement) {
   GroupPtr group = groups_.find(disagreement.mine.group);
   if (!group) return;
   if (!disagreement.name_unknown()) return queue(group->id, std::move(error));
-  if (group->failing) return;  // what is known already says as much
+  if (group->failing) return;  // the pending failure includes it
   if (groups_.failure_of(*group)) return;
   links_[disagreement.peer]->send_ping(disagreement.mine.group, disagreement.mine.sequence);
   Failure failure{group->id, error, notice_of(error), false};
@@ -150,14 +150,14 @@ void FailureAgreement::on_aborted(int peer, uint64_t group_id, const AbortNotice
   context.sequence = static_cast<int64_t>(notice.sequence);
   int guilty = notice.guilty_rank;
   const bool of_two = notice.kind == ErrorKind::kMismatch || notice.kind == ErrorKind::kDamaged;
-  if (guilty == peers_.rank() && of_two) guilty = notice.found_by;  // seen from here it is the other one
+  if (guilty == peers_.rank() && of_two) guilty = notice.found_by;  // from this rank's side it is the other one
   if (guilty >= 0 && guilty < peers_.world()) peers_.info(guilty).fill_peer(context);
   if (const InFlight* oldest = group ? group->oldest() : nullptr; oldest != nullptr) {
     context.operation = oldest->work->text();
     context.name = oldest->operation->identity().name;
   }
-  // The notice is passed on unchanged before this rank leaves: a member that gets this rank's goodbye first must not blame
-  // this rank. It may have come by way of others.
+  // The notice is forwarded unchanged before this rank leaves: a member that gets this rank's goodbye first must not
+  // blame this rank. The sender may have forwarded it too.
   const int reporter = notice.found_by >= 0 && notice.found_by < peers_.world() ? notice.found_by : peer;
   Error error(notice.kind, notice.text + " (reported by " + peers_.info(reporter).text() + ")", context);
   if (!group) group = groups_.fail_early(group_id, std::make_exception_ptr(error));
@@ -176,8 +176,8 @@ void FailureAgreement::report() {
   }
 }
 
-// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a rank tells
-// the others at once what it has found, and waits a moment for an earlier cause before it fails its operations.
+// All ranks of a group shall report the same failure: that of the earliest operation, then of the lowest rank. So a
+// rank sends its failure to the others at once, and waits a moment for an earlier one before it fails its operations.
 void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
   if (groups_.failure_of(*group)) return;
   if (failure.own && group->outlives_losses) return end_own(*group, failure);
@@ -196,7 +196,7 @@ void FailureAgreement::defer(const GroupPtr& group, Failure failure) {
   int listening = 0;
   for (int member : group->view.members)
     if (Link* link = links_[member]; link != nullptr && link->usable() && link->connected()) ++listening;
-  bool both_know = group->view.size == 2 && (failure.told || failure.notice.kind == ErrorKind::kMismatch);
+  bool both_know = group->view.size == 2 && (failure.received || failure.notice.kind == ErrorKind::kMismatch);
   if (listening == 0 || both_know) return fail_quietly(*group, failure.error, failure.notice);
   const int64_t listen_ms = failure.notice.unexplained ? std::max(kListenForReasonMs, listen_ms_) : listen_ms_;
   make_pending(group, std::move(failure), listen_ms, std::nullopt);
@@ -211,7 +211,7 @@ FailureAgreement::Pending* FailureAgreement::pending_of(const GroupState& group)
 void FailureAgreement::make_pending(const GroupPtr& group, Failure failure, int64_t ms,
                                     std::optional<Disagreement> unnamed) {
   Pending pending{group, std::move(failure), Deadline::after_ms(ms), std::move(unnamed)};
-  if (Pending* other = pending_of(*group))  // came while the members were being told
+  if (Pending* other = pending_of(*group))  // came while the members were informed
     *other = std::move(pending);
   else
     pending_.push_back(std::move(pending));
@@ -239,8 +239,8 @@ Deadline FailureAgreement::next_deadline() const {
   return first;
 }
 
-// Whether this rank tells that member of a failure of the group: over usable connections, and to the neighbours in a group
-// whose members are not all connected.
+// Whether this rank sends a failure of the group to that member: over usable connections, and to the neighbours in a
+// group whose members are not all connected.
 bool FailureAgreement::notifies(const GroupState& group, int member) const {
   const Link* link = links_[member];
   if (link == nullptr || !link->usable()) return false;
@@ -259,11 +259,11 @@ void FailureAgreement::notify_members(const GroupState& group, const AbortNotice
 
 void FailureAgreement::fail(GroupState& group, const Error& error) { fail(group, error, notice_of(error)); }
 
-void FailureAgreement::fail(GroupState& group, const Error& error, const AbortNotice& told) {
+void FailureAgreement::fail(GroupState& group, const Error& error, const AbortNotice& notice) {
   role_.assert_held();
   if (groups_.failure_of(group)) return;
-  notify_members(group, told);
-  fail_quietly(group, error, told);
+  notify_members(group, notice);
+  fail_quietly(group, error, notice);
 }
 
 void FailureAgreement::fail_all(const std::vector<GroupPtr>& groups, const Error& error) {
@@ -304,7 +304,8 @@ FailureAgreement::Failure FailureAgreement::own_failure(const GroupState& group,
   return {group.id, mine, notice_of(Error(ErrorKind::kSystem, text, context)), false, true};
 }
 
-// At once: nobody can know an earlier cause. The program may go on for long, so the survivors do not wait for the end of this process.
+// At once: no rank has an earlier failure. The program may run on for long, so the survivors do not wait for the end
+// of this process.
 void FailureAgreement::end_own(GroupState& group, const Failure& failure) {
   fail(group, failure.error, failure.notice);
   if (!group.outlives_losses) return;
@@ -316,7 +317,7 @@ void FailureAgreement::end_own(GroupState& group, const Failure& failure) {
   }
 }
 
-// The members know it already.
+// The members have it already.
 void FailureAgreement::fail_quietly(GroupState& group, const Error& error, const AbortNotice& notice) {
   std::exception_ptr failure = std::make_exception_ptr(error);
   if (!groups_.fail(group, failure)) return;
@@ -354,9 +355,10 @@ Error FailureAgreement::explain_departure(const GroupState& group, int peer) con
   role_.assert_held();
   if (const auto& loss = losses_[peer]) {
     if (loss->kind() == ErrorKind::kDamaged) return explain_damage(group, peer, *loss);
-    const bool own = loss->kind() == ErrorKind::kSystem;  // this rank makes no more connections
-    const bool told = own || (loss->kind() == ErrorKind::kHandshake && links_[peer]->broken());  // there never was one
-    return told ? *loss : explain_loss(group, peer, *loss);
+    const bool own = loss->kind() == ErrorKind::kSystem;  // this rank cannot make connections any more
+    // there was no connection
+    const bool explained = own || (loss->kind() == ErrorKind::kHandshake && links_[peer]->broken());
+    return explained ? *loss : explain_loss(group, peer, *loss);
   }
   return explain_loss(group, peer, Error(ErrorKind::kPeerLost, departure_text(farewells_[peer])));
 }

@@ -20,7 +20,7 @@ milliseconds patience_with(Link& link, int64_t heal_ms) {
 
 void say_goodbye(PeerLinks& links, const std::string& reason) {
   for (auto& link : links.all())
-    if (link) link->send_bye(reason);  // who is not connected sees that nothing listens here
+    if (link) link->send_bye(reason);  // a rank without a connection sees that nothing listens here
   links.send_all();
 }
 

@@ -1,4 +1,5 @@
-// How a rank leaves: it says so to its peers, sends what waits and lets them read it. By the thread that drives the engine.
+// A rank's orderly exit: sends goodbyes and all queued frames, and waits until the peers have read them. By the thread
+// that drives the engine.
 #pragma once
 
 #include <string>
@@ -8,11 +9,12 @@
 
 namespace ringdp {
 
-// `reason`: why it leaves.
+// `reason`: for the goodbye.
 void say_goodbye(PeerLinks& links, const std::string& reason);
 
-// Every peer has read the goodbye, and all that was sent before it, or is gone itself. Of one whose connection is whole and whose
-// host has all of it that is not waited for long: it may be stopped. `heal_ms`: how long a connection may take to be made again.
+// Waits until every peer has read the goodbye and all bytes before it, or has ended. It does not wait long for a peer
+// whose connection is intact and whose host has acknowledged all bytes, since it may be stopped. `heal_ms`: how long
+// replacing a connection may take.
 bool parted(const PeerLinks& links, Clock::time_point since, int64_t heal_ms);
 
 // Returns at the deadline at the latest.

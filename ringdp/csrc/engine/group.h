@@ -1,6 +1,6 @@
-// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group (or by
-// Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group; messages are
-// ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
+// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group
+// (or by Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group;
+// messages are ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ class GroupHandle : public OpenGroup {
               int64_t timeout_ms, const AlgorithmTables& tables,
               const std::shared_ptr<ElasticGroup>& elastic = nullptr);
 
-  // From now on all-reduces add in rank order (GroupView::rank_order). All members call it between the same two operations.
+  // From now on all-reduces add in rank order (GroupView::rank_order). All members must call it between the same two
+  // operations.
   void add_in_rank_order() { rank_order_ = true; }
   bool adds_in_rank_order() const { return rank_order_; }
   // The view of all-reduces.
@@ -31,11 +32,11 @@ class GroupHandle : public OpenGroup {
   std::shared_ptr<Work> barrier(CallOptions options);
   // Announces an operation of another backend, see make_announcement. Done when all members have announced it.
   std::shared_ptr<Work> announce(const Announcement& what, CallOptions options);
-  // What an all-reduce of so many bytes is reduced by.
+  // The algorithm of an all-reduce of so many bytes.
   Algorithm algorithm_of_all_reduce(DType dtype, std::size_t bytes) const {
     return choose_all_reduce(table_, view().hosts, dtype, bytes);
   }
-  // Whether a bucket of so many bytes is sent as codes where a codec was chosen (AlgorithmTable::exact_bucket_bytes).
+  // Whether a bucket of so many bytes with a codec is sent as codes (AlgorithmTable::exact_bucket_bytes).
   bool sends_codes(std::size_t bytes) const { return bytes > table_.exact_bucket_bytes; }
   std::shared_ptr<Work> all_reduce(std::span<std::byte> memory, DType dtype, ReduceOp op, CallOptions options);
   // The mean of all ranks' sections, as codes on the wire; the same bits on all of them.
@@ -63,7 +64,8 @@ class GroupHandle : public OpenGroup {
                                 int root, CallOptions options);
   std::shared_ptr<Work> all_to_all(std::vector<std::span<std::byte>> chunks, std::vector<std::span<std::byte>> blocks,
                                    DType dtype, CallOptions options);
-  // Messages: outside the order of the collectives; the n-th to a rank under a tag meets its n-th receive of that kind.
+  // Messages: outside the order of the collectives; the n-th to a rank with a tag matches its n-th receive of that
+  // kind.
   std::shared_ptr<Work> send(std::span<std::byte> memory, DType dtype, int to, int32_t tag, CallOptions options);
   std::shared_ptr<Work> receive(std::span<std::byte> memory, DType dtype, int from, int32_t tag, CallOptions options);
 

@@ -8,7 +8,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kHistory = 64;  // operations of a group that are known after they have ended
+constexpr std::size_t kHistory = 64;  // ended operations of a group that are remembered
 
 }  // namespace
 

@@ -1,6 +1,6 @@
-// GroupState: one group of an engine: its operations from the call to their end, and what is remembered of those that are over.
-// Shared by the GroupTable and by whatever is under way in the group. What is public belongs to the thread that drives, but for
-// what never changes: id, view, neighbours and name.
+// GroupState: one group of an engine: its operations from the call to their end, and a history of ended ones. Shared
+// by the GroupTable and by operations in flight. The public members are for the thread that drives, except the
+// constant ones: id, view, neighbours and name.
 #pragma once
 
 #include <sys/types.h>
@@ -27,14 +27,14 @@
 
 namespace ringdp {
 
-// Told once why a group failed: by the thread that drives, which it must not block, or by the one that begins to listen.
+// Called once with the failure of a group: by the thread that drives, which it must not block, or by `listen`.
 using FailureListener = std::function<void(const std::exception_ptr&)>;
 
-// MessageNumbers: how sends and receives find each other. The n-th send of a member to another under a tag and the n-th
-// receive of that kind get the same sequence number, made from those four values, whatever other operations lie between.
+// MessageNumbers: matches sends and receives. The n-th send of a member to another with a tag and the n-th receive of
+// that kind get the same sequence number, made from those four values, independent of other operations.
 class MessageNumbers {
  public:
-  uint64_t peek(const PointToPoint& ends) const;  // what `next` would answer
+  uint64_t peek(const PointToPoint& ends) const;  // what `next` would return
   uint64_t next(const PointToPoint& ends);
 
  private:
@@ -45,17 +45,17 @@ class MessageNumbers {
 // Whether an operation has a place in the order of its group's collectives.
 inline bool in_order(uint64_t sequence) { return (sequence & (kCallbackBit | kMessageBit)) == 0; }
 
-// PeerAnswer: what a peer says when it is asked what it knows of an operation.
+// PeerAnswer: a peer's answers to pings about an operation.
 struct PeerAnswer {
   Clock::time_point asked_at;
-  bool awaited = true;             // it has not answered that yet
+  bool awaited = true;             // the last ping has no answer yet
   std::optional<PeerState> state;  // its last answer
 };
 
-// PeerStacks: what a peer's threads do, as it answered when it was asked for that.
+// PeerStacks: the stacks of a peer's threads, as it sent them.
 struct PeerStacks {
   Clock::time_point asked_at{};
-  std::string text;  // empty: it has not answered
+  std::string text;  // empty: no answer yet
 };
 
 // InFlight: an operation between `submit` and its end.
@@ -63,14 +63,14 @@ struct InFlight {
   std::unique_ptr<Operation> operation;
   std::shared_ptr<Work> work;
   std::shared_ptr<void> keep_alive;  // with the caller
-  std::optional<uint64_t> callback;  // in which it was issued
+  std::optional<uint64_t> callback;  // that issued it
   Deadline deadline = Deadline::never();
   int64_t timeout_ms = 0;
   uint64_t progress = 0;                       // at moved_at
-  Clock::time_point moved_at;                  // when it was called, then when a byte of it moved last
-  Clock::time_point asked_at;                  // when the peers were asked about it last
+  Clock::time_point moved_at;                  // the time of the call, then of the last byte
+  Clock::time_point asked_at;                  // of the last pings about it
   OperationRecorder::Entry* record = nullptr;  // null where the recorder has no room
-  std::map<int, PeerAnswer> answers;           // by rank; of the time since moved_at
+  std::map<int, PeerAnswer> answers;           // by rank; since moved_at
   std::map<int, PeerStacks> stacks;            // the same
 
   uint64_t sequence() const { return work->sequence(); }
@@ -91,26 +91,28 @@ class GroupState {
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
   std::atomic<bool> outlives_losses{false};  // see Engine; any thread
-  std::vector<CallingThread> callers;        // ProgramThreads', the latest: by the mutex of the role
+  // used by ProgramThreads, the latest ones; guarded by the mutex of the role
+  std::vector<CallingThread> callers;
 
-  bool failing = false;            // a failure is pending: nothing starts or ends any more
+  bool failing = false;            // a failure is pending: no operation starts or ends any more
   std::set<int> reported_by;       // ranks that reported a failure of it
-  Clock::time_point noticed_at{};  // when the log last said that something waits
+  Clock::time_point noticed_at{};  // of the last log line about a wait
   std::deque<InFlight> queued;
   std::deque<InFlight> active;   // started, retired in order
   std::vector<InFlight> nested;  // messages, and what callbacks issued, in order within each
-  std::deque<InFlight> unbound;  // receives that wait to know their sender, as they were posted
+  std::deque<InFlight> unbound;  // receives whose sender is not known yet, in the order of the calls
   MessageNumbers messages;
 
   bool idle() const { return queued.empty() && active.empty() && nested.empty() && unbound.empty(); }
-  // Of what has begun the oldest, collectives first; null where nothing has.
+  // The oldest started operation, collectives first; null if there is none.
   const InFlight* oldest() const;
-  // Everything that has begun: calls `look` until it answers true.
+  // Calls `look` for the started operations until it returns true.
   bool any_running(const std::function<bool(const InFlight&)>& look) const;
   // The earlier operation that the same callback issued on the same memory; null if there is none.
   const InFlight* in_the_way(const InFlight& later) const;
 
-  // An operation starts. Frames may come for one from which this rank expects none: Link asks what it was.
+  // Records a started operation. Frames may come for one from which this rank expects none: Link then reads the
+  // history.
   void remember(const FlowIdentity& identity);
   StartedOperation find_started(uint64_t sequence) const;
   std::string last_called() const;  // in the group's order; empty if nothing
@@ -118,7 +120,7 @@ class GroupState {
  private:
   friend class GroupTable;
 
-  std::vector<FlowIdentity> history_;        // what was started last, at sequence modulo its size
+  std::vector<FlowIdentity> history_;        // the last started operations, at sequence modulo its size
   std::deque<FlowIdentity> nested_history_;  // the same for those issued inside callbacks
   uint64_t started_upto_ = 0;
 

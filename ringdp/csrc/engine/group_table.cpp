@@ -67,7 +67,7 @@ bool GroupTable::fail(GroupState& group, const std::exception_ptr& failure) {
     listeners.swap(group.listeners_);
   }
   for (const auto& listener : listeners)
-    if (const auto told = listener.lock()) (*told)(failure);
+    if (const auto callback = listener.lock()) (*callback)(failure);
   return true;
 }
 
@@ -85,8 +85,8 @@ void GroupTable::listen(uint64_t id, const std::weak_ptr<const FailureListener>&
     failure = found->second->failure_;
     if (!failure) found->second->listeners_.push_back(listener);
   }
-  const auto told = failure ? listener.lock() : nullptr;
-  if (told) (*told)(failure);
+  const auto callback = failure ? listener.lock() : nullptr;
+  if (callback) (*callback)(failure);
 }
 
 GroupPtr GroupTable::fail_early(uint64_t id, const std::exception_ptr& failure) {

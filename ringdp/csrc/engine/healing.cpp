@@ -6,7 +6,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kOften = 5;  // heals within this time are everyday life
+constexpr std::size_t kOften = 5;  // fewer replacements within this time are normal
 constexpr auto kOftenWithin = std::chrono::seconds(60);
 
 }  // namespace
@@ -23,7 +23,7 @@ Healing::Healing(const DriverRole& role, PeerLinks& links, FailureAgreement& fai
 void Healing::on_broken(int peer, const Error& error) {
   role_.assert_held();
   Case& it = cases_[static_cast<std::size_t>(peer)];
-  if (it.error) return;  // it heals already: this is the end of what is being replaced
+  if (it.error) return;  // it heals already: this is the end of the replaced channel
   it.error = error;
   options_.heal_connection(peer, true);
 }
@@ -55,7 +55,7 @@ std::optional<uint64_t> Healing::settle(int peer) {
     return true;
   });
   failures_.report();
-  if (!link.usable()) return std::nullopt;  // it was read to its goodbye, or the bytes were damaged
+  if (!link.usable()) return std::nullopt;  // the goodbye was read, or the bytes were damaged
   links_.interrupt(peer);
   return link.repair().frames_taken();
 }
@@ -63,7 +63,8 @@ std::optional<uint64_t> Healing::settle(int peer) {
 void Healing::resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
   role_.assert_held();
   Link& link = *links_[peer];
-  if (!link.repair().possible() || !link.healing() || link.connected()) return;  // the peer sees this channel end
+  // the peer sees the end of this channel
+  if (!link.repair().possible() || !link.healing() || link.connected()) return;
   const int64_t took_ms = link.broken_for_ms();
   std::optional<Error>& error = cases_[static_cast<std::size_t>(peer)].error;
   const auto before = std::exchange(error, std::nullopt);  // it may break again at once

@@ -1,7 +1,7 @@
-// Healing: what the engine does about a connection that has broken. Its link waits while another connection is made by the
-// thread for that (mesh/redialler.h), which asks for the steps here; the peer is lost if there is none within the time for
-// it, or at once if it is certain that its process has ended.
-// Owned by the Engine. Used by the thread that drives: called by PeerLinks and by Connections.
+// Healing: the engine's side of replacing a broken connection. The link waits while the connecting thread makes
+// another connection (mesh/redialler.h) and calls the steps here; the peer is lost if there is none in time, or at
+// once if its process has ended. Owned by the Engine. Used by the thread that drives: called by PeerLinks and by
+// Connections.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,9 @@ class Healing {
   void on_broken(int peer, const Error& error);
   void on_silent(int peer);
 
-  // The steps, see LinkRepair. False, or nothing: there is no connection with that peer that could be made again.
+  // The steps, see LinkRepair. False or nullopt: there is no connection to that peer that could be replaced.
   bool hold(int peer);
-  std::optional<uint64_t> settle(int peer);  // how many frames have come, in all, from a peer that holds
+  std::optional<uint64_t> settle(int peer);  // how many frames have come in all from a peer that has called `hold`
   void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
   void give_up(int peer, const std::string& why);  // empty: its process has ended
 
@@ -40,7 +40,7 @@ class Healing {
 
  private:
   struct Case {
-    std::optional<Error> error;  // why it heals now
+    std::optional<Error> error;  // why its connection broke; set while it heals
     std::deque<Clock::time_point> healed{};
     Clock::time_point warned_at{};
   };

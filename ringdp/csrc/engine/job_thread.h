@@ -1,6 +1,6 @@
-// JobThread: runs jobs one after the other on a thread of its own, which starts with the first. Owned by a Diagnosis, which calls
-// `stop` and `join`; `run` from any thread. A job that finds no thread, or too many before it, is dropped: a diagnosis must not
-// fail an operation.
+// JobThread: runs jobs one after the other on a thread of its own, which starts with the first. Owned by a Diagnosis,
+// which calls `stop` and `join`; `run` from any thread. A job is dropped if no thread can be started, or too many are
+// queued: a diagnosis must not fail an operation.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@ class JobThread {
   explicit JobThread(const char* name);
 
   void run(std::function<void()> job);
-  void stop();  // what waits is still done
+  void stop();  // queued jobs still run
   void join();
 
  private:

@@ -30,9 +30,9 @@ void MessageMatching::number(GroupState& group, InFlight in_flight) {
   start_(group, group.nested.back());
 }
 
-// A receive from a given rank takes that rank's next number at once; a receive from any rank takes it when the next message
-// of some rank has begun to arrive. A receive posted after one from any rank with the same tag waits until that one is bound:
-// the first receive posted gets the first message.
+// A receive from a given rank takes that rank's next number at once; a receive from any rank takes it when the next
+// message of some rank has begun to arrive. A receive posted after one from any rank with the same tag waits until
+// that one is bound: the first receive posted gets the first message.
 bool MessageMatching::bind_receives(GroupState& group) {
   bool changed = false;
   std::vector<int32_t> open;  // tags of receives from any rank that stay unbound

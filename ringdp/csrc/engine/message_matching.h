@@ -1,6 +1,6 @@
-// MessageMatching: starts sends and receives as soon as their other ends are known. A send starts at once; a receive from any
-// rank waits until a message has begun to arrive.
-// Owned by Progress, which calls it; used by the thread that drives. What waits is kept in the GroupState.
+// MessageMatching: starts sends and receives as soon as their other ends are known. A send starts at once; a receive
+// from any rank waits until a message has begun to arrive. Owned by Progress, which calls it; used by the thread that
+// drives. Waiting receives are in the GroupState.
 #pragma once
 
 #include <functional>

@@ -29,7 +29,7 @@ void NoticeBoard::post(LogLevel level, std::string text) {
   try {
     thread_ = start_thread("ringdp-notes", [state = state_] { write(state); });
   } catch (const Error&) {
-    // No thread can be started: the line waits for the thread that a later one starts. A notice must not fail an operation.
+    // No thread can be started: the line is written by the thread of a later one. A notice must not fail an operation.
   }
 }
 
@@ -39,7 +39,7 @@ void NoticeBoard::stop() {
   state_->changed.notify_one();
 }
 
-void NoticeBoard::join() { end_thread(thread_); }  // stopped: none is started any more
+void NoticeBoard::join() { end_thread(thread_); }  // stopped: no thread is started from now on
 
 void NoticeBoard::write(const std::shared_ptr<State>& owned) {
   std::shared_ptr<State> state = owned;

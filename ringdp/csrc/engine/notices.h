@@ -18,8 +18,8 @@ class NoticeBoard {
  public:
   NoticeBoard();
 
-  void post(LogLevel level, std::string text);  // dropped after `stop`, or when a hundred wait
-  void stop();                                  // what waits is still written
+  void post(LogLevel level, std::string text);  // dropped after `stop`, or if a hundred are queued
+  void stop();                                  // queued lines are still written
   void join();
 
  private:

@@ -37,7 +37,7 @@ GroupView view_of(int world_rank, const Runtime& runtime, std::vector<int> membe
   return view;
 }
 
-// The same on all members: they number their groups' operations by it on the wire.
+// The same on all members: the group's number on the wire is made of it.
 uint64_t key_of(const std::string& name, const std::vector<int>& members) {
   uint64_t key = hash_text(name);
   for (int member : members) key = hash_mix(key, static_cast<uint64_t>(member));

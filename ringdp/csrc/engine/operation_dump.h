@@ -1,4 +1,5 @@
-// What a dump file says: the recorder's content and what goes with it, as JSON (docs/how-to/diagnosis.md). Pure functions, any thread.
+// The content of a dump file: the recorder's records, members, failures and stacks, as JSON
+// (docs/how-to/diagnosis.md). Pure functions, any thread.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct DumpHead {
 
 std::string dump_text(const OperationRecorder& recorder, const DumpHead& head);
 
-// A text as JSON writes it, in quotes.
+// A text as a JSON string, in quotes.
 std::string json_text(const std::string& text);
 
 }  // namespace ringdp

@@ -10,13 +10,13 @@ namespace {
 constexpr std::size_t kMostFlows = 32;  // of one operation that are remembered, in a large world
 constexpr std::size_t kMostGroups = 256;
 constexpr std::size_t kMostFailures = 16;
-constexpr int kReadAttempts = 8;  // of a place that is being taken by another operation
+constexpr int kReadAttempts = 8;  // of a place that another operation is taking
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
 }  // namespace
 
-// All members are atomic, because readers look while writers write. `number` is 0 while the place changes hands: who reads the
-// same number before and after has read one operation.
+// All members are atomic, because they are read while they are written. `number` is 0 while another operation takes
+// the place: a reader that sees the same number before and after has read one operation.
 class OperationRecorder::Entry {
  public:
   std::atomic<uint64_t> number{0};
@@ -150,7 +150,8 @@ bool OperationRecorder::read(const Entry& entry, OperationRecord& out) const {
       continue;
     }
     out.number = number;
-    out.ended_number = entry.ended_number.load(std::memory_order_acquire);  // before what is final once it is set
+    // read before the values that are final once it is set
+    out.ended_number = entry.ended_number.load(std::memory_order_acquire);
     out.group = entry.group.load(kRelaxed);
     out.sequence = entry.sequence.load(kRelaxed);
     const uint64_t kind = entry.kind.load(kRelaxed);
@@ -205,7 +206,7 @@ std::vector<OperationRecord> OperationRecorder::ended_since(uint64_t& cursor, ui
   std::vector<OperationRecord> out;
   OperationRecord record;
   for (std::size_t i = 0; i < capacity_; ++i) {
-    // Before it is copied: most are older than the cursor.
+    // Checked before the copy: most are older than the cursor.
     const uint64_t ended = entries_[i].ended_number.load(std::memory_order_acquire);
     if (ended <= cursor || ended > upto) continue;
     if (read(entries_[i], record) && record.ended_number == ended) out.push_back(record);

@@ -1,8 +1,8 @@
-// OperationRecorder: what the last operations of one rank were and when their bytes moved, for diagnosis (the flight recorder).
-// It is always on. Its memory is set aside at the start, and recording an operation allocates nothing.
-// Owned by the Engine. Written under the mutex of the role (`begin`) and by the thread that drives (everything else about an
-// operation); read by any thread at any time, without a lock that the writers need. An operation in flight keeps its place,
-// however many others come after it; one that is over keeps it until a later one takes it.
+// OperationRecorder: the last operations of one rank and when their bytes moved, for diagnosis (the flight recorder).
+// It is always on. Its memory is allocated at the start; recording an operation does not allocate. Owned by the
+// Engine. Written under the mutex of the role (`begin`) and by the thread that drives (everything else about an
+// operation); read by any thread at any time, without a lock that the writers need. Invariant: an operation in flight
+// keeps its place; one that is over keeps it until a later one takes it.
 #pragma once
 
 #include <array>
@@ -52,12 +52,12 @@ struct OperationRecord {
   int64_t started_ns = 0;  // its turn came in its group
   int64_t ended_ns = 0;
   std::vector<FlowTimes> flows;  // to and from each peer
-  uint32_t flows_left_out = 0;   // had no room
+  uint32_t flows_left_out = 0;   // flows without room
 
   uint64_t bytes() const;  // of one rank's input
 };
 
-// RecordedGroup: whose number operations carry. Value type.
+// RecordedGroup: the group behind OperationRecord::group. Value type.
 struct RecordedGroup {
   uint64_t id = 0;
   std::string name;
@@ -77,29 +77,29 @@ struct RecordedFailure {
 
 class OperationRecorder {
  public:
-  // One operation in flight. It stays at its address; the writer's.
+  // One operation in flight, for the writer. Its address does not change.
   class Entry;
 
-  // `peers`: how many other ranks the world has. It decides how much room each operation has for its flows.
+  // `peers`: how many other ranks the world has. It determines each operation's room for flows.
   explicit OperationRecorder(int peers, std::size_t capacity = kRecordedOperations);
   ~OperationRecorder();
   OperationRecorder(const OperationRecorder&) = delete;
   OperationRecorder& operator=(const OperationRecorder&) = delete;
 
-  // Null where more operations than there are places are in flight. One thread at a time.
+  // Null if more operations are in flight than there are places. One thread at a time.
   Entry* begin(uint64_t group, const FlowIdentity& identity, Clock::time_point now, int32_t call_site);
   // These take null. `start`: the operation's flows write into the entry from then on.
   static void start(Entry* entry, uint64_t sequence, Operation& operation, Clock::time_point now);
   void end(Entry* entry, bool failed);
 
-  // All that is remembered, as it was called.
+  // All records, in the order of the calls.
   std::vector<OperationRecord> all() const;
-  // What has ended since a cursor (0: all that is remembered), in the order of the ends; `cursor` becomes the place behind it.
-  // `lost`: how many ended since then and are not remembered any more.
+  // The operations that have ended since a cursor (0: all), in the order of their ends; `cursor` is advanced. `lost`:
+  // the number of operations since then that were overwritten.
   std::vector<OperationRecord> ended_since(uint64_t& cursor, uint64_t& lost) const;
   uint64_t called() const { return called_.load(std::memory_order_relaxed); }
 
-  // Groups and failures: seldom, so under a mutex. The last 256 groups and the last 16 failures are kept.
+  // Groups and failures: rare, so under a mutex. The last 256 groups and the last 16 failures are kept.
   void add_group(uint64_t id, const std::string& name, const std::vector<int>& members);
   void remove_group(uint64_t id);
   void add_failure(RecordedFailure failure);

@@ -7,10 +7,11 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kReceiveBudgetBytes = 1024 * 1024;
-constexpr int kPolledLinks = 8;  // up to so many peers asking each beats asking the poller
+constexpr int kPolledLinks = 8;  // up to so many links are read directly, which is faster than the poller
 constexpr auto kHostPeriod = std::chrono::milliseconds(500);
-constexpr int64_t kSilentMs = 1000;     // without an answer of a host: the network may have a new connection sooner
-constexpr int64_t kHealGraceMs = 2000;  // for who heals a connection to say that it could not
+// without an answer of a host: then a new connection is tried, which may work sooner
+constexpr int64_t kSilentMs = 1000;
+constexpr int64_t kHealGraceMs = 2000;  // for the connecting thread to report that it failed
 
 }  // namespace
 
@@ -124,7 +125,7 @@ bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
     int peer = static_cast<int>(event.token);
     if (event.readable)
       moved |= guarded(peer, [](Link& it) {
-        if (!it.connected()) return false;  // what was noticed is gone
+        if (!it.connected()) return false;  // that channel was destroyed
         it.channel().noticed();
         return it.pump_receive(kReceiveBudgetBytes);
       });
@@ -152,8 +153,8 @@ bool PeerLinks::anything_outgoing() const {
   return std::any_of(links.begin(), links.end(), [](const auto& link) { return link && link->has_outgoing(); });
 }
 
-// Tells direct channels that this thread is about to sleep. Bytes that wait in one of them are taken in, because otherwise the
-// driver looks only at channels from which an operation expects bytes.
+// Calls before_sleep of direct channels. Reads the bytes in them, because otherwise the driver looks only at channels
+// from which an operation expects bytes.
 bool PeerLinks::before_sleep() {
   watch_.follow(links_);
   bool quiet = true;

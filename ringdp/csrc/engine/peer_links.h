@@ -1,6 +1,6 @@
-// PeerLinks: the links to all peers, and the limit to what they send. It moves what can be moved on each; an error that a link
-// throws ends that link and is told once.
-// Owned by the Engine. Used by the thread that drives; any thread may ask who a peer is and how many bytes have moved.
+// PeerLinks: the links to all peers, and their rate limit. It moves bytes on each; an error that a link throws ends
+// that link and is reported once. Owned by the Engine. Used by the thread that drives; any thread may read the peers'
+// identities and the byte counters.
 #pragma once
 
 #include <functional>
@@ -26,11 +26,11 @@ namespace ringdp {
 class PeerLinks {
  public:
   struct Events {
-    // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end; `broken`: its
-    // connection has ended, and can be made again.
+    // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end;
+    // `broken`: its connection has ended, and can be replaced.
     std::function<void(int peer, const Error& error)> lost;
     std::function<void(int peer, const Error& error)> broken;
-    std::function<void(int peer)> silent;  // its host has not answered for a while, as `check_hosts` has found
+    std::function<void(int peer)> silent;  // `check_hosts` has found that its host has not answered for a while
   };
 
   // Peers without a channel are connected later.
@@ -50,32 +50,33 @@ class PeerLinks {
   }
 
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
-  void drop(int peer);       // closes the link for good; a peer that is alive after all notices it
-  void interrupt(int peer);  // closes its channel, if it has one: another one will take its place
-  // That one, to a peer that has taken so many frames. False: one that it lacks is not here any more.
+  void drop(int peer);       // closes the link for good; a living peer notices that
+  void interrupt(int peer);  // closes its channel, if it has one, to replace it
+  // Replaces it, for a peer that has received so many frames. False: a frame that it lacks was dropped here.
   bool resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
-  void discard_group(uint64_t group, const std::vector<int>& members);  // what still arrives for it is dropped
+  void discard_group(uint64_t group, const std::vector<int>& members);  // its later frames are dropped
 
-  // Does something with a link that is not broken; what it throws ends the link. True if bytes moved, or it was lost.
+  // Calls `action` with a link that is not broken; its exception ends the link. True if bytes moved, or the link was
+  // lost.
   bool guarded(int peer, const std::function<bool(Link&)>& action);
 
-  // These move bytes, and answer whether any moved.
+  // These return whether bytes moved.
   bool send_to(int peer) {
     return guarded(peer, [](Link& it) { return it.pump_send(); });
   }
-  bool pump();  // what waits to be sent, and what is expected
-  bool poll();  // what the poller reports at once
+  bool pump();  // queued sends, and links that expect bytes
+  bool poll();  // links that the poller reports, without waiting
   bool serve(const std::vector<Poller::Event>& events);
-  void receive_all();  // also what nothing expects: questions, goodbyes
+  void receive_all();  // all links, for pings and goodbyes
   bool send_all();
   bool anything_outgoing() const;
 
-  // Around a sleep in the poller. False: bytes wait in a direct channel, do not sleep.
+  // Around a sleep in the poller. False: a direct channel has bytes, do not sleep.
   bool before_sleep();
   void after_sleep();
-  Clock::time_point next_send() const;  // when the limit lets through what it holds back; max(): it holds nothing back
+  Clock::time_point next_send() const;  // when the rate limit allows the next send; max(): it delays none
 
-  // Now and then: whether the peers' hosts are there. True if it looked, and may have lost a link.
+  // Checks at intervals whether the peers' hosts answer. True if it checked, and may have lost a link.
   bool check_hosts(Clock::time_point now);
 
   void close();
@@ -92,17 +93,17 @@ class PeerLinks {
   const std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel_;
   const Events events_;
   const int64_t heal_ms_;
-  std::optional<RateLimiter> limiter_;        // of all streams; outlives the links
-  std::vector<std::unique_ptr<Link>> links_;  // made once; their state is the driver's, but for the counters of bytes
-  std::size_t first_ RINGDP_GUARDED_BY(role_) = 0;  // with a limiter: whose turn it is
+  std::optional<RateLimiter> limiter_;              // of all streams; outlives the links
+  std::vector<std::unique_ptr<Link>> links_;        // constant; the links are for the driver, except the byte counters
+  std::size_t first_ RINGDP_GUARDED_BY(role_) = 0;  // with a limiter: the link that sends next
   bool some_streams_ = false;                       // not all links are direct; the driver's
   Clock::time_point next_host_check_ RINGDP_GUARDED_BY(role_){};
 };
 
-// By place in the world, of the peers to which the kernel counts what it carries. By the driver.
+// By place in the world, for peers over TCP. By the driver.
 std::map<int, Channel::Carried> carried_by(const PeerLinks& links);
 
-// Of the paths to these peers that a setting of this system makes slow; mostly empty. By the driver.
+// System settings that make paths to these peers slow; usually empty. By the driver.
 std::string slow_paths_text(const PeerLinks& links, const std::vector<int>& peers);
 
 }  // namespace ringdp

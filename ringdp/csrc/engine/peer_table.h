@@ -1,4 +1,4 @@
-// PeerTable: who the ranks of the world are. Owned by PeerLinks, made once and never changed; any thread.
+// PeerTable: the identities of the ranks of the world. Owned by PeerLinks, made once and never changed; any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// PendingCopies: keeps the buffers of operations that are over while copies to or from a device still touch them. A work is
-// done when its last copy back is queued; until that copy has ended, also where the operation failed in the middle of its
-// copies, the memory may not be used for anything else.
-// Owned by the engine; used by the thread that drives it. The buffers of a copy that never ends are never freed.
+// PendingCopies: keeps the buffers of ended operations while copies to or from a device use them. A work is done when
+// its last copy back is queued; until that copy has ended, even after a failure in the middle of the copies, the
+// memory must not be reused. Owned by the engine; used by the thread that drives it. The buffers of a copy that never
+// ends are never freed.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@ class PendingCopies {
   ~PendingCopies();
 
   void wait_for(std::shared_ptr<Staging> staging, std::shared_ptr<void> buffers);
-  // Gives the buffers whose copies have ended to `release`, which drops them on a thread that may take Python's lock.
+  // Passes the buffers whose copies have ended to `release`, which drops them on a thread that may take Python's lock.
   void look(const std::function<void(std::shared_ptr<void>)>& release);
   bool empty() const { return under_way_.empty(); }
 
@@ -28,7 +28,7 @@ class PendingCopies {
     std::shared_ptr<void> buffers;     // with the caller
   };
   std::vector<PendingCopy> under_way_;
-  std::vector<PendingCopy> lost_;  // the device cannot say any more whether they have landed
+  std::vector<PendingCopy> lost_;  // the device does not report their end any more
 };
 
 }  // namespace ringdp

@@ -26,7 +26,7 @@ pid_t this_thread() {
   return number;
 }
 
-// Its name; empty where it has ended.
+// The thread's name; empty if it has ended.
 std::string name_of(pid_t thread) {
   std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/comm");
   std::string name;
@@ -63,8 +63,9 @@ ProgramThreads::Waiting::~Waiting() {
   if (!lock_.native().owns_lock()) lock_.lock();
   threads_.role_.mutex().assert_held();
   auto& waits = threads_.waits_;
-  const auto mine = std::find_if(waits.rbegin(), waits.rend(),  // a signal's handler may wait inside a wait
-                                 [](const Wait& it) { return it.thread == this_thread(); });
+  // the innermost: a signal handler may wait inside a wait
+  const auto mine =
+      std::find_if(waits.rbegin(), waits.rend(), [](const Wait& it) { return it.thread == this_thread(); });
   if (mine != waits.rend()) waits.erase(std::next(mine).base());
 }
 
@@ -74,7 +75,7 @@ uint64_t ProgramThreads::blocked_in() const {
   const ProgramThreadCount counted = program_threads();
   std::set<pid_t> waiting;
   for (const Wait& wait : waits_) {
-    // Those that were counted since then, and wait still, have started no other thread.
+    // Threads that were counted since then, and still wait, have started no other thread.
     if (!wait.in_order || wait.group != waits_.front().group || counted.at <= wait.began) return 0;
     waiting.insert(wait.thread);
   }

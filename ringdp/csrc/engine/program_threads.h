@@ -1,8 +1,8 @@
-// ProgramThreads: which threads of the program call the collectives of each group, and which of them wait for one now. From that
-// the StallMonitor tells whether a call that is missing can still come: it cannot where all threads of the program wait, without
-// a limit, for collectives of one other group.
-// Invariant: each thread inside `Engine::wait` without a deadline has an entry of `waits_` for each of its waits.
-// Owned by the Engine. Any thread, with the mutex of the role.
+// ProgramThreads: which threads of the program call the collectives of each group, and which of them wait for one now.
+// From that the StallMonitor decides whether a missing call can still come: it cannot if all threads of the program
+// wait, without a limit, for collectives of one other group. Invariant: each thread inside `Engine::wait` without a
+// deadline has an entry of `waits_` for each of its waits. Owned by the Engine. Any thread, with the mutex of the
+// role.
 #pragma once
 
 #include <sys/types.h>
@@ -24,7 +24,7 @@ class ProgramThreads {
   // This thread calls a collective.
   void note_call(GroupState& group, uint64_t sequence);
 
-  // This thread waits for `work` for as long as it takes, while this lives.
+  // While it exists, this thread waits for `work` without a limit.
   class Waiting {
    public:
     Waiting(ProgramThreads& threads, MutexLock& lock, const Work& work);
@@ -34,16 +34,16 @@ class ProgramThreads {
 
    private:
     ProgramThreads& threads_;
-    MutexLock& lock_;  // of the mutex of the role, which an exception may have let go
+    MutexLock& lock_;  // of the mutex of the role, which an exception may have unlocked
   };
 
-  // The group for whose collectives all threads of the program wait; 0: one of them does something else, or waits for another
-  // group or for a message, or they were not counted since the last of them began to wait. What callbacks issue is matched
-  // apart from the rest of a group, so theirs is never the call that is missing.
+  // The group for whose collectives all threads of the program wait; 0: one of them runs, or waits for another group
+  // or for a message, or they were not counted since the last of them began to wait. Operations of callbacks are
+  // matched separately, so they are never the missing call.
   uint64_t blocked_in() const;
 
-  // "the main thread (last #4) and thread 4711 (last #5)": which threads call the group's collectives; empty where it is one
-  // alone, or autograd's beside it.
+  // "the main thread (last #4) and thread 4711 (last #5)": the threads that call the group's collectives; empty if it
+  // is a single one, besides autograd's.
   std::string several(const GroupState& group) const;
 
  private:

@@ -9,15 +9,17 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kActivePerGroup = 8;                 // operations of a group that share the links at a time
-constexpr unsigned kDeadlineTurns = 256;                   // a driver that never rests looks at deadlines this often
-constexpr auto kUsedYield = std::chrono::microseconds(4);  // one that no other thread uses takes half a microsecond
-constexpr int kUsedYields = 4;                             // in a row: no passing interrupt
+constexpr std::size_t kActivePerGroup = 8;  // operations of a group that share the links at a time
+// a driver that never sleeps checks deadlines every so many turns
+constexpr unsigned kDeadlineTurns = 256;
+// a yield without another runnable thread takes half a microsecond
+constexpr auto kUsedYield = std::chrono::microseconds(4);
+constexpr int kUsedYields = 4;  // in a row: not an interrupt
 constexpr auto kCrowdedPeriod = std::chrono::milliseconds(2);
 constexpr auto kLongYield = std::chrono::milliseconds(1);  // a program that computes
 constexpr auto kLongCrowdedPeriod = std::chrono::milliseconds(50);
-constexpr auto kBusyCheckPeriod = std::chrono::milliseconds(1000);  // at signals, where events keep coming
-constexpr int kSleepMs = 100;  // a sleeping driver looks at deadlines and signals this often
+constexpr auto kBusyCheckPeriod = std::chrono::milliseconds(1000);  // of signals, while events keep coming
+constexpr int kSleepMs = 100;  // a sleeping driver checks deadlines and signals this often
 
 }  // namespace
 
@@ -58,7 +60,7 @@ void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     stalls_.answer();
     if (role_.look_due()) look_at_all();
     if (++turns_ % kDeadlineTurns == 0) {
-      links_.poll();  // a driver that never sleeps would not notice that a direct channel's peer is gone
+      links_.poll();  // otherwise a driver that never sleeps would not notice the death of a direct channel's peer
       check_deadlines();
     }
     if (moved) {
@@ -89,10 +91,10 @@ void Progress::look_at_all() {
   failures_.report();
 }
 
-// Between two looks of a polling driver. It yields, because another process may want this core, perhaps the rank that it
-// waits for. Where every rank can have a core of its own, and a yield shows that another process runs on this one, polling
-// does harm: another program keeps the core for milliseconds once it has it, and the kernel leaves two ranks that alternate
-// on one core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
+// Between two rounds of a polling driver. It yields, because another process may need this core, perhaps the rank that
+// it waits for. If every rank can have its own core, and a yield shows that another process runs on this one, polling
+// is harmful: another program keeps the core for milliseconds, and the kernel leaves two ranks that alternate on one
+// core there while another core is idle. A sleeper is woken at once, on an idle core. False: sleep now.
 bool Progress::poll_on(Clock::time_point end) {
   auto before = Clock::now();
   if (before >= end || before < crowded_until_) return false;
@@ -131,7 +133,7 @@ void Progress::take_inbox() {
       group->queued.push_back(std::move(in_flight));
       continue;
     }
-    // A callback may wait for it, so it may not wait behind later operations.
+    // A callback may wait for it, so it must not wait for later operations.
     group->nested.push_back(std::move(in_flight));
     start(*group, group->nested.back());
   }
@@ -199,7 +201,7 @@ void Progress::start(GroupState& group, InFlight& in_flight) {
 
 bool Progress::retire(GroupState& group) {
   if (group.failing) return false;
-  auto first_of_callback = [&](const InFlight& in_flight) {  // what one issued ends in order, too
+  auto first_of_callback = [&](const InFlight& in_flight) {  // operations of one callback also end in order
     auto same = [&](const InFlight& other) { return other.callback == in_flight.callback; };
     return !in_flight.callback || &*std::find_if(group.nested.begin(), group.nested.end(), same) == &in_flight;
   };
@@ -236,8 +238,8 @@ void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
   recorder_.end(in_flight.record, error != nullptr);
   std::shared_ptr<Work> work = std::move(in_flight.work);
   auto on_done = std::move(work->on_done_);
-  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread drops
-  // the buffers, or the thread that waits for the work.
+  // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread
+  // drops the buffers, or the thread that waits for the work.
   std::shared_ptr<Staging> staging = in_flight.operation->staging();
   in_flight.operation.reset();
   std::shared_ptr<void> buffers = std::move(in_flight.keep_alive);
@@ -252,12 +254,12 @@ void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
   if (on_done) {
     completions_.push(lane, group, sequence,
                       [on_done = std::move(on_done), error, buffers = std::move(buffers)] { on_done(error); });
-  } else if (work.use_count() == 1) {  // no thread waits for it any more
+  } else if (work.use_count() == 1) {  // no thread waits for it
     completions_.push(lane, group, sequence, [work = std::move(work)] {});
   }
 }
 
-// When a sleeping driver must look again, beside what its descriptors tell it.
+// When a sleeping driver must wake up without an event.
 void Progress::set_timer() {
   const auto next = std::min(links_.next_send(), copies_.next_look());
   if (next != Clock::time_point::max()) poller_.wake_at(next);

@@ -1,7 +1,7 @@
-// Progress: what the driver of the engine does: it takes in what was submitted, starts operations, moves bytes, retires what is
-// complete, looks at deadlines, and sleeps when nothing moves. It never takes Python's lock, but for the options' interrupt
-// check: tensors are let go by the thread that waits or by a completion thread.
-// Owned by the Engine, which calls it. Used by the thread that drives, except `submit`.
+// Progress: the driver's loop: it takes submitted operations, starts them, moves bytes, retires complete ones, checks
+// deadlines, and sleeps when nothing moves. It never takes Python's lock, except in the interrupt check: tensors are
+// released by the waiting thread or by a completion thread. Owned by the Engine, which calls it. Used by the thread
+// that drives, except `submit`.
 #pragma once
 
 #include <cstdint>
@@ -34,19 +34,20 @@ class Progress {
 
   // Any thread, with the mutex of the role held. `caller_waits`: see DriverRole::operation_began.
   void submit(const GroupPtr& group, InFlight in_flight, bool caller_waits);
-  // What was submitted since the last time, and the requests of other threads.
+  // Takes the operations submitted since the last call, and runs the requests of other threads.
   void take_inbox();
 
-  // Until the work is done or the deadline has passed; without a work, until nothing is left to do. `spin_us`: how long it
-  // polls before it sleeps. May throw what the interrupt check throws.
+  // Drives until the work is done or the deadline has passed; without a work, until no work is left. `spin_us`: how
+  // long it polls before it sleeps. May throw an exception of the interrupt check.
   void drive(const Work* until, Deadline deadline, int64_t spin_us);
-  // One look at all links and operations, by a thread when no other drives, or by a driver that looks at some links only.
+  // Looks once at all links and operations, as a thread when no other drives, or as a driver that polls only some
+  // links.
   void look_at_all();
 
-  // Does nothing in a group that is failing, whose operations that have not started fail with it; nor before the input has
-  // come (StagedCopies calls again), nor while an earlier operation is in the way (`retire` calls again).
+  // Does nothing in a failing group, whose queued operations fail with it; nor before the input has come (StagedCopies
+  // calls again), nor while an earlier operation uses the same memory (`retire` calls again).
   void start(GroupState& group, InFlight& in_flight);
-  // Of a group that has failed, see FailureAgreement::EndOperations.
+  // Ends the operations of a failed group, see FailureAgreement::EndOperations.
   void end_operations(GroupState& group, const std::exception_ptr& failure, uint64_t cause);
 
  private:
@@ -74,7 +75,7 @@ class Progress {
   MessageMatching messages_;
   ScratchPool scratch_ RINGDP_GUARDED_BY(role_);
   std::vector<std::pair<GroupPtr, InFlight>> inbox_ RINGDP_GUARDED_BY(role_.mutex());
-  Clock::time_point crowded_until_ RINGDP_GUARDED_BY(role_){};    // another process wants this core: no polling before
+  Clock::time_point crowded_until_ RINGDP_GUARDED_BY(role_){};    // another process uses this core: no polling before
   int yields_used_ RINGDP_GUARDED_BY(role_) = 0;                  // in a row, by another process
   unsigned turns_ RINGDP_GUARDED_BY(role_) = 0;                   // rounds of the driver, whichever thread it was
   Clock::time_point interrupt_check_ RINGDP_GUARDED_BY(role_){};  // the last one of a sleeping driver

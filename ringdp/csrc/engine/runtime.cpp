@@ -36,7 +36,7 @@ Runtime::Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOption
     : Runtime(rendezvous.rank, meet(store, rendezvous), std::move(options), tables) {}
 
 Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables)
-    : late_(std::move(mesh.late)),
+    : connecting_(std::move(mesh.late)),
       hosts_(host_numbers(mesh.peers)),
       tables_(tables),
       round_trip_us_(mesh.round_trip_us),
@@ -47,28 +47,28 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
       std::count_if(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.host_identity == here; }));
   for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr) transports_[peer.info.rank] = peer.transport->name;
-  // More ranks than cores: polling TCP would take the core from the rank that is waited for. A look at shared memory costs
-  // next to nothing between two yields (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
+  // More ranks than cores: polling TCP would take the core from the rank that is waited for. Polling shared memory
+  // between two yields is cheap (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
   options.shares_cores = ranks_on_this_host_ > cores();
   bool streams = std::any_of(peers.begin(), peers.end(),
                              [](const MeshPeer& peer) { return peer.transport != nullptr && !peer.transport->direct; });
   if (options.shares_cores && streams) options.spin_us = std::min<int64_t>(options.spin_us, 10);
   if (options.rate_bytes_per_s > 0)  // they share a network card
     options.rate_bytes_per_s = std::max<int64_t>(1, options.rate_bytes_per_s / ranks_on_this_host_);
-  if (options.heal_ms == 0 && late_ && late_->all_connected()) late_.reset();  // nothing to do
-  if (late_ && !late_->all_connected())
-    options.want_connection = [late = std::weak_ptr(late_)](int peer) {
+  if (options.heal_ms == 0 && connecting_ && connecting_->all_connected()) connecting_.reset();  // nothing to do
+  if (connecting_ && !connecting_->all_connected())
+    options.want_connection = [late = std::weak_ptr(connecting_)](int peer) {
       if (const auto maker = late.lock()) maker->want(peer);
     };
-  if (late_ && options.heal_ms > 0)
-    options.heal_connection = [late = std::weak_ptr(late_)](int peer, bool broken) {
+  if (connecting_ && options.heal_ms > 0)
+    options.heal_connection = [late = std::weak_ptr(connecting_)](int peer, bool broken) {
       if (const auto maker = late.lock()) maker->heal(peer, broken);
     };
   const int64_t heal_ms = options.heal_ms;
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   try {
     communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
-    if (late_) start_connecting(heal_ms);
+    if (connecting_) start_connecting(heal_ms);
     completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
   } catch (const Error& error) {
     engine_->set_farewell(std::string("it ") + error.what());
@@ -78,7 +78,7 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
 }
 
 void Runtime::start_connecting(int64_t heal_ms) {
-  LateConnections::Events events;
+  ConnectionThread::Events events;
   events.connected = [engine = engine_](int peer, std::unique_ptr<Channel> channel, bool checksums) {
     engine->connections().connect(peer, std::move(channel), checksums);
   };
@@ -98,16 +98,16 @@ void Runtime::start_connecting(int64_t heal_ms) {
   events.not_healed = [engine = engine_](int peer, const std::string& why) {
     engine->connections().not_healed(peer, why);
   };
-  late_->start(std::move(events));
+  connecting_->start(std::move(events));
 }
 
 Runtime::~Runtime() {
   if (fork_generation() != generation_) {
-    // The threads exist in the parent only; nothing of them may be touched here.
+    // The threads exist in the parent only: a child must not touch their state.
     [[maybe_unused]] auto* communication = communication_.release();
     [[maybe_unused]] auto* completion = completion_.release();
-    [[maybe_unused]] auto* late = new std::shared_ptr<LateConnections>(late_);
-    [[maybe_unused]] auto* engine = new std::shared_ptr<Engine>(engine_);  // its mutexes may be locked for ever
+    [[maybe_unused]] auto* late = new std::shared_ptr<ConnectionThread>(connecting_);
+    [[maybe_unused]] auto* engine = new std::shared_ptr<Engine>(engine_);  // leaked: its mutexes may be locked for ever
     return;
   }
   shut_down();
@@ -117,7 +117,7 @@ void Runtime::shut_down() {
   if (fork_generation() != generation_) return;
   ended_ = true;
   engine_->take_leave();
-  if (late_) late_->stop();  // until then what has broken is made again
+  if (connecting_) connecting_->stop();  // until then it replaces broken connections
   engine_->shut_down();
   engine_->completions().stop();
   engine_->notices().stop();

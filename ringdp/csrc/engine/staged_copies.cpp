@@ -61,7 +61,7 @@ bool StagedCopies::look_at(GroupState& group, InFlight& in_flight) {
       start_(group, in_flight);
   } catch (const Error& error) {
     failures_.queue(group.id, error);
-  } catch (const std::exception& error) {  // what the device's libraries throw
+  } catch (const std::exception& error) {  // of the device's libraries
     failures_.queue(group.id, Error(ErrorKind::kSystem, in_flight.operation->identity().text() + ": " + error.what()));
   }
   waiting_ |= !staging->all_there();

@@ -1,7 +1,7 @@
-// StagedCopies: operations whose memory mirrors a device's. It polls their copies, has operations started and moved on as their
-// input comes, and keeps the buffers of those that are over until their last copy is done. It polls because callbacks of a
-// device would need a thread and its locks; while input is under way the driver sleeps in short stretches.
-// Owned by the Engine. Used by the thread that drives: called by Progress.
+// StagedCopies: operations whose memory mirrors a device's. It polls their copies, starts and advances operations as
+// their input comes, and keeps the buffers of ended ones until their last copy is done. It polls because a device's
+// callbacks would need a thread and locks; while input is being copied the driver sleeps only for short times. Owned
+// by the Engine. Used by the thread that drives: called by Progress.
 #pragma once
 
 #include <cstddef>
@@ -20,19 +20,19 @@ namespace ringdp {
 
 class StagedCopies {
  public:
-  // `start`: an operation whose input has come so far that it can start.
+  // `start`: called with an operation that has enough input to start.
   using Start = std::function<void(GroupState&, InFlight&)>;
 
   StagedCopies(const DriverRole& role, const GroupTable& groups, FailureAgreement& failures,
                CompletionQueue& completions, Start start);
 
-  // An operation with a staging has come, or is over; null: it has none.
+  // An operation with a staging was added, or is over; null: it has none.
   void add(const Staging* staging);
   void retire(std::shared_ptr<Staging> staging, const std::shared_ptr<void>& buffers);
 
-  bool look();                    // true if anything has moved
+  bool look();                    // true if a copy has ended
   bool under_way() const;         // of operations that are over
-  Clock::time_point next_look();  // when a sleeping driver must look again; max(): nothing is waited for
+  Clock::time_point next_look();  // when a sleeping driver must poll again; max(): no copy is pending
 
  private:
   bool look_at(GroupState& group, InFlight& in_flight) RINGDP_REQUIRES(role_);

@@ -14,13 +14,14 @@ namespace ringdp {
 namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(50);
-constexpr int64_t kAskMs = 1000;         // how often at most the peers are asked about an operation that does not move
-constexpr int64_t kDeadlockMs = 10'000;  // without notices, when a deadlock becomes an error
-constexpr int64_t kSilentMs = 1000;      // an engine that lives answers sooner, whatever its program does
+constexpr int64_t kAskMs = 1000;           // at most how often peers get a ping about an operation that does not move
+constexpr int64_t kDeadlockMs = 10'000;    // without notices: when a deadlock becomes an error
+constexpr int64_t kSilentMs = 1000;        // a living engine answers sooner, even if its program is stuck
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr int64_t kStacksMs = 1500;        // for a rank to answer with its stacks; a notice waits for them that long
-constexpr std::size_t kMostStacks = 4;     // missing ranks that are asked for theirs
-constexpr int kMostHops = 16;              // of what is told from rank to rank: twice the way through 256 ranks
+constexpr std::size_t kMostStacks = 4;     // missing ranks that are asked for stacks
+// of reports forwarded from rank to rank: twice the distance across 256 ranks
+constexpr int kMostHops = 16;
 
 int64_t ms_between(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(to - from).count();
@@ -41,7 +42,7 @@ std::string last_call(const PeerState& state) {
 
 std::string after_semicolon(const std::string& text) { return text.empty() ? "" : "; " + text; }
 
-// Whether it cannot end before that rank has called it.
+// Whether the operation cannot end before that rank has called it.
 bool needs_call_of(const InFlight& in_flight, const GroupState& group, int rank) {
   const std::vector<int> missing = in_flight.operation->missing();
   const std::vector<int>& members = group.view.members;
@@ -100,7 +101,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   std::vector<MissingRank> missing = find_missing(in_flight);
   auto pending = [&](const auto& answer) { return answer.second.awaited; };
   if (missing.empty() && std::any_of(in_flight.answers.begin(), in_flight.answers.end(), pending))
-    return;  // soon it is known
+    return;  // the answers will come soon
   if (await_stacks(group, in_flight, missing, now)) return;
   group.noticed_at = now;
   const std::string notice =
@@ -120,7 +121,8 @@ bool StallMonitor::await_stacks(const GroupState& group, InFlight& in_flight, co
     const auto answer = in_flight.answers.find(peer);
     if (link == nullptr || !link->usable() || !link->connected()) continue;
     if (answer == in_flight.answers.end() || !answer->second.state) continue;
-    if (answer->second.awaited && ms_between(answer->second.asked_at, now) >= kSilentMs) continue;  // it is stopped
+    // its process is stopped
+    if (answer->second.awaited && ms_between(answer->second.asked_at, now) >= kSilentMs) continue;
     PeerStacks& stacks = in_flight.stacks[peer];
     if (stacks.asked_at <= group.noticed_at) {
       stacks = {now, ""};
@@ -163,7 +165,7 @@ void StallMonitor::on_stacks(int peer, uint64_t group_id, uint64_t sequence, con
   for (InFlight& in_flight : group->unbound) take(in_flight);
 }
 
-// Asks all connected members, not only those it waits for directly: these may wait for others themselves.
+// Asks all connected members, not only those that it waits for directly, which may themselves wait for others.
 void StallMonitor::ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now) {
   in_flight.asked_at = now;
   for (int member : group.view.members) {
@@ -195,16 +197,17 @@ void StallMonitor::on_answered(int peer, uint64_t group_id, uint64_t sequence, c
 
 void StallMonitor::on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks) {
   role_.assert_held();
-  questions_.push_back({peer, group, sequence});
-  if (with_stacks) answer_with_stacks(questions_.back());
+  pings_.push_back({peer, group, sequence});
+  if (with_stacks) answer_with_stacks(pings_.back());
 }
 
-// By the thread of the diagnosis: Python may be stuck, and the driver waits for nothing. The answer goes when it next looks.
-void StallMonitor::answer_with_stacks(const Question& question) {
-  diagnosis_.run([this, question] {
+// On the diagnosis's thread, since Python may be stuck and the driver must not wait. The driver sends the answer in
+// its next round.
+void StallMonitor::answer_with_stacks(const Ping& ping) {
+  diagnosis_.run([this, ping] {
     std::string stacks = process_stacks();
     MutexLock lock(role_.mutex());
-    stacks_.emplace_back(question, std::move(stacks));
+    stacks_.emplace_back(ping, std::move(stacks));
     stacks_there_.store(true, std::memory_order_relaxed);
   });
 }
@@ -212,15 +215,15 @@ void StallMonitor::answer_with_stacks(const Question& question) {
 void StallMonitor::answer() {
   role_.assert_held();
   if (stacks_there_.load(std::memory_order_relaxed)) send_stacks();
-  if (questions_.empty()) return;
-  std::vector<Question> asked;
-  asked.swap(questions_);
-  for (const Question& it : asked)
+  if (pings_.empty()) return;
+  std::vector<Ping> asked;
+  asked.swap(pings_);
+  for (const Ping& it : asked)
     links_[it.peer]->send_pong(it.group, it.sequence, state_of(it.peer, it.group, it.sequence).encode());
 }
 
 void StallMonitor::send_stacks() {
-  std::vector<std::pair<Question, std::string>> found;
+  std::vector<std::pair<Ping, std::string>> found;
   {
     MutexLock lock(role_.mutex());
     found.swap(stacks_);
@@ -257,13 +260,13 @@ PeerState StallMonitor::state_of(int asker, uint64_t group_id, uint64_t sequence
   };
   auto is_it = [&](const InFlight& in_flight) { return in_flight.sequence() == sequence; };
   state.progress = PeerState::Progress::kNotCalled;
-  if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // what it may be stuck in
+  if (!group->active.empty()) state.waits_for = group->active.front().operation->missing();  // it may be stuck there
   if (StartedOperation known = group->find_started(sequence); known.started) {
     state.progress = PeerState::Progress::kDone;
     if (known.identity != nullptr) state.name = known.identity->name;
   }
   if (auto queued = std::find_if(group->queued.begin(), group->queued.end(), is_it); queued != group->queued.end()) {
-    if (!group->active.empty()) running(group->active.front());  // what it waits for first
+    if (!group->active.empty()) running(group->active.front());  // it waits for this one first
     state.progress = PeerState::Progress::kQueued;
     state.name = queued->operation->identity().name;
   }
@@ -288,7 +291,7 @@ void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& s
   }
   const GroupPtr other = groups_.find(blocked);
   if (!other || other->id == group.id || other->active.empty() || other->failing) return;
-  const InFlight& front = other->active.front();  // nothing of that group ends before it
+  const InFlight& front = other->active.front();  // no later operation of that group ends before it
   if (!front.operation->started()) return;
   state.blocked_group = blocked;
   state.blocked_sequence = front.sequence();
@@ -296,7 +299,8 @@ void StallMonitor::note_blocked(int asker, const GroupState& group, PeerState& s
   state.elsewhere = in_group(front.work->text(), *other);
 }
 
-// Nothing here can be out of date: the other rank goes on only after this one has called what it waits for, and this one has not.
+// The answers cannot be out of date: the other rank continues only after this one has called the operation, and this
+// one has not.
 bool StallMonitor::find_deadlock(const GroupState& group, const InFlight& in_flight) {
   if (!in_order(in_flight.sequence()) || &in_flight != &group.active.front()) return false;
   for (const auto& [peer, answer] : in_flight.answers) {
@@ -355,11 +359,11 @@ std::string StallMonitor::several_callers(uint64_t group_id) const {
          "its own";
 }
 
-// Follows the chain of ranks that wait for one another, as far as their answers go, to the ranks that have not come.
+// Follows the chain of ranks that wait for one another, from the peers' answers, to the missing ranks.
 std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) const {
   std::vector<MissingRank> found;
   std::vector<int> next = in_flight.operation->missing();
-  // Other ranks may know of a missing one to which no chain of this rank's peers leads.
+  // Other ranks may report a missing one that is not in the chains of this rank's peers.
   for (const auto& [peer, answer] : in_flight.answers)
     if (answer.state)
       for (const MissingRank& it : answer.state->missing) next.push_back(it.rank);
@@ -397,7 +401,7 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
         found.push_back({peer, 0, "its process answers; it has not created this group, or has destroyed it"});
         break;
       case PeerState::Progress::kNotCalled:
-        // It is in an earlier operation, which waits for other ranks than this one: those are the missing ones.
+        // It is in an earlier operation that waits for other ranks: those are the missing ones.
         if (std::any_of(state->waits_for.begin(), state->waits_for.end(),
                         [&](int it) { return it != peers_.rank(); })) {
           next.insert(next.end(), state->waits_for.begin(), state->waits_for.end());
@@ -419,8 +423,8 @@ std::vector<MissingRank> StallMonitor::find_missing(const InFlight& in_flight) c
   return found;
 }
 
-// Peers report the missing ranks to which this one has no connection; they may know them from others. A report that is out of
-// date circulates until it has passed kMostHops ranks.
+// Peers report the missing ranks to which this one has no connection, also from others' reports. An outdated report
+// circulates until it has passed kMostHops ranks.
 void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const {
   for (const auto& [peer, answer] : in_flight.answers) {
     if (!answer.state) continue;

@@ -1,7 +1,7 @@
-// StallMonitor: who is waited for. For an operation that does not move it asks the other ranks for its state, answers their
-// questions, finds the ranks at the end of the chain of waiting, and logs them. Engines answer whatever their program does, so
-// an answer shows that the process lives.
-// Owned by the Engine. Used by the thread that drives: called by Progress and by the links' events; `note_call` by any thread.
+// StallMonitor: finds the ranks for which an operation waits. For an operation that does not move it pings the other
+// ranks, answers their pings, finds the ranks at the end of the chain of waiting, and logs them. Engines answer even
+// if their program is stuck, so an answer shows that the process lives. Owned by the Engine. Used by the thread that
+// drives: called by Progress and by the links' events; `note_call` by any thread.
 #pragma once
 
 #include <atomic>
@@ -24,42 +24,42 @@ namespace ringdp {
 
 class StallMonitor {
  public:
-  // `notice_ms`: how often a log line says whom an operation waits for; 0: never.
+  // `notice_ms`: how often the log names the ranks for which an operation waits; 0: never.
   StallMonitor(DriverRole& role, const GroupTable& groups, const ProgramThreads& threads, PeerLinks& links,
                NoticeBoard& notices, Diagnosis& diagnosis, int64_t notice_ms);
 
   void note_call(Clock::time_point now) { called_at_.store(now.time_since_epoch().count(), std::memory_order_relaxed); }
 
-  // Now and then: asks about what does not move, and writes what is known.
+  // At intervals: pings about operations that do not move, and logs the answers.
   void look(Clock::time_point now);
-  // What `look` has found that cannot end: groups and their errors.
+  // Deadlocks that `look` has found: groups and their errors.
   std::vector<std::pair<uint64_t, Error>> take_deadlocks();
-  // "rank 1 calls the collectives of group 'x' from several threads, …": empty where it does not.
+  // "rank 1 calls the collectives of group 'x' from several threads, …": empty if it does not.
   std::string several_callers(uint64_t group) const;
 
-  // `with_stacks`: it also wants to know what the threads of this process do, which takes a while.
+  // `with_stacks`: it also asks for the stacks of this process, which takes a while.
   void on_asked(int peer, uint64_t group, uint64_t sequence, bool with_stacks);
   void on_answered(int peer, uint64_t group, uint64_t sequence, const PeerState& state);
   void on_stacks(int peer, uint64_t group, uint64_t sequence, const std::string& stacks);
-  void answer();  // what was asked while a link was being pumped
+  void answer();  // sends the answers to pings that came while a link was being pumped
 
   Error explain_timeout(const InFlight& in_flight) const;
 
  private:
-  struct Question {
+  struct Ping {
     int peer;
     uint64_t group;
     uint64_t sequence;
   };
 
-  void answer_with_stacks(const Question& question);
+  void answer_with_stacks(const Ping& ping);
   void send_stacks();
   void watch(GroupState& group, InFlight& in_flight, Clock::time_point now);
   void ask_members(const GroupState& group, InFlight& in_flight, Clock::time_point now);
   PeerState state_of(int asker, uint64_t group, uint64_t sequence) const;
   void note_blocked(int asker, const GroupState& group, PeerState& state) const;
-  // This rank waits in the operation for a rank that waits in another group for this one, and neither can call what the other
-  // waits for: that is kept for `take_deadlocks`.
+  // A deadlock for `take_deadlocks`: this rank waits in the operation for a rank that waits in another group for this
+  // one, and neither can call the other's operation.
   bool find_deadlock(const GroupState& group, const InFlight& in_flight);
   std::vector<MissingRank> find_missing(const InFlight& in_flight) const;
   void add_reported_by_others(const InFlight& in_flight, std::vector<MissingRank>& found) const;
@@ -78,10 +78,10 @@ class StallMonitor {
   Diagnosis& diagnosis_;
   const int64_t notice_ms_;
   std::atomic<Clock::rep> called_at_{0};  // the last submit; 0: none
-  std::vector<Question> questions_ RINGDP_GUARDED_BY(role_);
+  std::vector<Ping> pings_ RINGDP_GUARDED_BY(role_);
   std::vector<std::pair<uint64_t, Error>> deadlocks_ RINGDP_GUARDED_BY(role_);
   std::atomic<bool> stacks_there_{false};
-  std::vector<std::pair<Question, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
+  std::vector<std::pair<Ping, std::string>> stacks_ RINGDP_GUARDED_BY(role_.mutex());  // answers to be sent
   Clock::time_point next_look_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -1,5 +1,5 @@
-// Work: the handle of an operation in flight. Made by Engine::submit; shared by the caller that issued the operation and by
-// the engine until it is done. Any thread.
+// Work: the handle of an operation in flight. Made by Engine::submit; shared by the caller that issued the operation
+// and by the engine until it is done. Any thread.
 #pragma once
 
 #include <atomic>
@@ -22,12 +22,12 @@ class Work {
   std::exception_ptr error() const { return failed() ? error_ : nullptr; }
 
   uint64_t group() const { return group_; }
-  // Of a message: provisional until it has met its other end.
+  // Of a message: provisional until its other end is known.
   uint64_t sequence() const { return sequence_.load(std::memory_order_acquire); }
   int source() const {
     return source_.load(std::memory_order_acquire);
-  }  // of a message received: its sender, once known
-  int lane() const { return lane_; }  // of CompletionQueue: where `on_done` runs
+  }  // of a received message: its sender, once known
+  int lane() const { return lane_; }  // of the CompletionQueue on which `on_done` runs
   const std::string& text() const { return text_; }
 
  private:
@@ -50,7 +50,7 @@ class Work {
   std::function<void(std::exception_ptr)> on_done_;  // run once on the completion thread, in operation order
   std::exception_ptr error_;
   std::shared_ptr<void>
-      buffers_;  // once finished, without `on_done`: the waiting thread drops them, under the engine's lock
+      buffers_;  // once finished, without `on_done`: the waiting thread drops them, holding the engine's lock
   std::atomic<int> state_{kRunning};
 };
 

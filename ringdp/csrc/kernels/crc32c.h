@@ -1,5 +1,5 @@
-// CRC32C (Castagnoli, RFC 3720): the checksum that detects bits that a network has flipped. Every version gives the same value;
-// the first call picks the fastest that this CPU has. Any thread.
+// CRC32C (Castagnoli, RFC 3720): the checksum that detects bits that a network has flipped. Every version gives the
+// same value; the first call picks the fastest that this CPU has. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace ringdp {
 
-// The checksum of `bytes`; or, with that of the bytes before them, of both together: crc32c(b, crc32c(a)) is that of a then b.
+// The checksum of `bytes`. crc32c(b, crc32c(a)) is the checksum of a followed by b.
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t before = 0);
 
 struct Crc32cVersion {

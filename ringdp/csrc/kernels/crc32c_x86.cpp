@@ -53,7 +53,8 @@ RINGDP_TARGET_CRC_SSE42 inline uint64_t step_streams(uint64_t crc, const std::by
 
 RINGDP_TARGET_CRC_AVX512 inline __m512i load_lanes(const std::byte* at) { return _mm512_loadu_si512(at); }
 
-// Each lane of 128 bits times x^kBits, with `next` added. Its lower half comes first, so it stands for the higher powers.
+// Each lane of 128 bits times x^kBits, with `next` added. Its lower half comes first, so it stands for the higher
+// powers.
 template <unsigned kBits>
 RINGDP_TARGET_CRC_AVX512 inline __m512i fold(__m512i lanes, __m512i next) {
   constexpr int64_t low = crc32c_power(kBits + 31), high = crc32c_power(kBits - 33);

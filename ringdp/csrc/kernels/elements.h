@@ -1,7 +1,7 @@
-// The definition of each reduction for one element, which every loop, scalar or vector, applies.
-// Stateless, any thread. Integers are computed unsigned, so they wrap.
-// Arithmetic that ends in a NaN gives the one quiet NaN 0x7fc0…: which operand's payload the hardware keeps depends on
-// the order in which the compiler hands it the operands of a commutative instruction, and so on the instruction set.
+// The definition of each reduction for one element, which every loop, scalar or vector, applies. Stateless, any
+// thread. Integers are computed unsigned, so they wrap. Arithmetic that ends in a NaN gives the one quiet NaN 0x7fc0…:
+// the payload that the hardware keeps depends on the order of operands that the compiler chose for a commutative
+// instruction, and so on the instruction set.
 #pragma once
 
 #include <cstddef>
@@ -102,7 +102,8 @@ struct Complex {
 };
 
 // one_nan around each product keeps it apart from the addition: gcc 12 fuses alternating additions and subtractions of
-// products (vfmaddsub) on AVX-512 in spite of -ffp-contract=off. One value a line: nested, it does not vectorise for AVX2.
+// products (vfmaddsub) on AVX-512 in spite of -ffp-contract=off. One value a line: nested, it does not vectorise for
+// AVX2.
 struct ComplexProduct {
   template <class T>
   static RINGDP_ALWAYS_INLINE Complex<T> apply(Complex<T> a, Complex<T> b) {
@@ -126,8 +127,8 @@ RINGDP_ALWAYS_INLINE T divided(T x, Divisor<T> divisor) {
   return static_cast<T>(static_cast<Divisor<T>>(x) / divisor);
 }
 
-// How a type's bits say that a value is not finite: all bits of the exponent are set. Added to the bits without sign, one at
-// the exponent's lowest place carries into the sign just then.
+// How a type's bits say that a value is not finite: all bits of the exponent are set. Adding one at the exponent's
+// lowest bit to the bits without sign then carries into the sign.
 template <class T>
 struct Exponent {
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
@@ -148,7 +149,7 @@ template <class T>
 inline constexpr auto kSignBit = static_cast<typename Exponent<T>::Bits>(
     typename Exponent<T>::Bits{1} << (8 * sizeof(typename Exponent<T>::Bits) - 1));
 
-// The sign bit is set for an infinity or a NaN; other bits are of no meaning.
+// The sign bit is set for an infinity or a NaN; other bits are undefined.
 template <class T, class Bits>
 RINGDP_ALWAYS_INLINE Bits carry_of_non_finite(Bits bits) {
   return static_cast<Bits>(static_cast<Bits>(bits & static_cast<Bits>(~kSignBit<T>)) + Exponent<T>::kOne);

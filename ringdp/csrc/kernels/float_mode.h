@@ -1,6 +1,7 @@
-// The floating-point mode that kernels need: round to nearest, subnormals kept. The mode belongs to the thread, which inherits
-// it from its parent, and users change it (torch.set_flush_denormal): the bits must not depend on which thread runs a kernel.
-// So the thread that drives operations has a FloatModeScope; it costs nothing where the mode is the default.
+// The floating-point mode that kernels need: round to nearest, subnormals kept. The mode belongs to the thread, which
+// inherits it from its parent, and users change it (torch.set_flush_denormal): the bits must not depend on which
+// thread runs a kernel. So the thread that drives operations has a FloatModeScope; it costs nothing where the mode is
+// the default.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // One element of float16 and bfloat16 to float32 and back, rounding to nearest, ties to even.
 // These define the bits; vector versions reproduce them. Stateless, any thread.
-//   float16: as the hardware converts (VCVTPH2PS, VCVTPS2PH): a NaN keeps its sign and upper payload bits and becomes quiet.
+//   float16: as the hardware converts (VCVTPH2PS, VCVTPS2PH): a NaN keeps its sign and upper payload bits and becomes
+//     quiet.
 //   bfloat16: as torch's c10::BFloat16 rounds: every NaN becomes 0x7fc0.
 #pragma once
 

@@ -1,5 +1,6 @@
-// Eight lanes of 64 bits take a word each, in turn: xor, multiply by an odd number, rotate. Each of these steps is a bijection of
-// the lane, so two inputs that differ in one word differ in that word's lane to the end; and the end is a bijection of each lane.
+// Eight lanes of 64 bits take a word each, in turn: xor, multiply by an odd number, rotate. Each of these steps is a
+// bijection of the lane, so two inputs that differ in one word differ in that word's lane to the end; and the end is a
+// bijection of each lane.
 #include "kernels/hash64.h"
 
 #include <array>

@@ -1,5 +1,5 @@
-// A fast 64-bit hash of bytes, by which ranks tell whether they have the same: some 10 bytes per ns. A flipped bit, and any other
-// change within one aligned word of 8 bytes, always changes it. Not against attackers. Any thread.
+// A fast 64-bit hash, some 10 bytes per ns, by which ranks compare their bytes. Any change within one aligned word of
+// 8 bytes changes the hash. It does not protect against attackers. Any thread.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
-// CPU loops over elements: reduce, widen, round, look for infinities. Stateless, any thread.
-// The instruction set is chosen once, at the first call (RINGDP has no environment variables in C++:
-// `select_isa` is called from Python's configuration or by a test). Every instruction set gives the same bits:
-// no fused multiply-add, no reordering. A NaN from either operand propagates; SUM, AVG and PRODUCT give the one quiet NaN
-// 0x7fc0…, MIN and MAX keep the operand's own (the first's if both are; of 0.0 and -0.0 they take the second).
-// Pointers are aligned to their element, no more. The floating-point mode is the default one (kernels/float_mode.h).
+// CPU loops over elements: reduce, widen, round, look for infinities. Stateless, any thread. The instruction set is
+// chosen once, at the first call (RINGDP has no environment variables in C++: `select_isa` is called from Python's
+// configuration or by a test). Every instruction set gives the same bits: no fused multiply-add, no reordering. A NaN
+// from either operand propagates; SUM, AVG and PRODUCT give the one quiet NaN 0x7fc0…, MIN and MAX keep the operand's
+// own (the first's if both are; of 0.0 and -0.0 they take the second). Pointers are aligned to their element, no more.
+// The floating-point mode is the default one (kernels/float_mode.h).
 #pragma once
 
 #include <cstddef>
@@ -20,13 +20,12 @@ Isa best_isa();  // what this CPU has
 Isa current_isa();
 void select_isa(Isa isa);  // for tests; throws Error if the CPU lacks it
 
-// What one (dtype, op) needs. `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap).
-// SUM and AVG have the same combine; AVG is finished by `divide`, or its last combine and `divide` are one pass of `mean`,
-// with the same bits (float and complex types only).
-// Half types add in float32: `load` acc = x, `accumulate` acc = acc op x, `store` dst = round(acc / divisor); for other
-// types these three are null, and for half types `combine` rounds after every step (use the accumulator instead).
-// Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool SUM and MAX are "or", PRODUCT and MIN "and", bool
-// has no AVG, complex no MIN and MAX.
+// The loops of one (dtype, op). `combine`: dst[i] = a[i] op b[i]; dst may be a, b or neither (no partial overlap). SUM
+// and AVG have the same combine; AVG is finished by `divide`, or its last combine and `divide` are one pass of `mean`,
+// with the same bits (float and complex types only). Half types add in float32: `load` acc = x, `accumulate` acc = acc
+// op x, `store` dst = round(acc / divisor); for other types these three are null, and for half types `combine` rounds
+// after every step (use the accumulator instead). Integers wrap; BAND/BOR/BXOR exist for integers and bool only; bool
+// SUM and MAX are "or", PRODUCT and MIN "and", bool has no AVG, complex no MIN and MAX.
 struct ReduceKernels {
   void (*combine)(void* dst, const void* a, const void* b, std::size_t count) = nullptr;
   void (*divide)(void* x, std::size_t divisor,
@@ -40,15 +39,16 @@ struct ReduceKernels {
 bool reduction_supported(DType dtype, ReduceOp op);
 const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op);  // throws Error(kValue) naming both if unsupported
 
-// The index of the first infinity or NaN among `count` elements, `count` if there is none; of a complex number both parts
-// count. Looks at exponent bits, so no floating-point mode matters.
+// The index of the first infinity or NaN among `count` elements, `count` if there is none; of a complex number both
+// parts count. Looks at exponent bits, so no floating-point mode matters.
 using FirstNonFinite = std::size_t (*)(const void* x, std::size_t count);
 FirstNonFinite first_non_finite(DType dtype);  // null for types that have neither
 
-// Null for types other than float32 and float64, in which they compute.
+// Null for types other than float32 and float64.
 using Multiply = void (*)(void* x, double factor, std::size_t count);  // x[i] *= factor
 Multiply multiply(DType dtype);
-// dst[i] = (a[i] * by_a + b[i] * by_b) / divisor, each product rounded: the bits of two `multiply`, `combine` and `divide`.
+// dst[i] = (a[i] * by_a + b[i] * by_b) / divisor, each product rounded: the bits of two `multiply`, `combine` and
+// `divide`.
 using Weigh = void (*)(void* dst, const void* a, double by_a, const void* b, double by_b, std::size_t divisor,
                        std::size_t count);
 Weigh weigh(DType dtype);

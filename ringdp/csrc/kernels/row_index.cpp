@@ -16,7 +16,7 @@ constexpr uint64_t spread(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The distinct numbers of a list, in the order in which they come first, and of each of the list which of them it is.
+// The distinct numbers of a list in order of first occurrence, and for each number of the list its index among them.
 template <class Number>
 Asked find_distinct(std::span<const Number> list) {
   Asked out;
@@ -45,7 +45,7 @@ Asked find_distinct(std::span<const Number> list) {
   return out;
 }
 
-// Puts what each rank owns together. `owner_of(id)` may change the id to what the owner knows it by.
+// Groups the ids by owner. `owner_of(id)` may change the id to the owner's row.
 template <class OwnerOf>
 void group(Asked& asked, uint64_t ranks, OwnerOf owner_of) {
   const std::size_t count = asked.ids.size();
@@ -115,13 +115,14 @@ RowDirectory::Found RowDirectory::look_up(std::span<const int64_t> ids, std::spa
     slot->times += times[i];
     if (slot->row < 0 && static_cast<uint64_t>(slot->times) >= admit_after_) {
       const Index row = take_row(clock);
-      slot = find(ids[i]);  // a search for expired ones moves the others
+      slot = find(ids[i]);  // evicting expired ids moves the others
       slot->row = row;
       out.new_ids.push_back(ids[i]);
       out.new_rows.push_back(row);
     }
   }
-  for (std::size_t i = 0; i < ids.size(); ++i) {  // after all have been counted: whoever asks gets the same
+  // after all have been counted, so that all occurrences of an id get the same row
+  for (std::size_t i = 0; i < ids.size(); ++i) {
     const Slot* slot = find(ids[i]);
     out.rows[i] = slot->seen == kFree || expired(*slot, clock) ? -1 : slot->row;
   }

@@ -1,5 +1,5 @@
-// Which rows a list of ids asks for: each once, grouped by the rank that owns it; and RowDirectory, which gives rows to the ids
-// of a table that grows.
+// The rows that a list of ids asks for, each once, grouped by the rank that owns it; and RowDirectory, which assigns
+// rows to the ids of a table that grows.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace ringdp::rows {
 
-// A permutation of the numbers 0 to before `rows`, dealt to the ranks in turn: id·factor mod rows is an id's place, which
-// belongs to rank place mod ranks, where it is row place / ranks. rows·factor has to fit int64.
+// A permutation of the numbers from 0 to rows - 1, dealt to the ranks in turn: an id's place is id·factor mod rows;
+// the place belongs to rank place mod ranks, where it is row place / ranks. rows·factor must fit int64.
 struct Deal {
   uint64_t rows;
   uint64_t factor;
@@ -21,25 +21,25 @@ struct Deal {
 
 uint64_t hash_of(int64_t id);  // splitmix64's; an id of a growing table belongs to rank hash mod ranks
 
-// The distinct numbers of a list, grouped by owner, of each owner in the order in which they come first.
+// The distinct numbers of a list, grouped by owner; within an owner in order of first occurrence.
 struct Asked {
   std::vector<int64_t> ids;
   std::vector<int64_t> times;      // how often each is in the list
   std::vector<int64_t> per_owner;  // how many each rank owns
-  std::vector<Index> inverse;      // of each number in the list, where it is in `ids`
+  std::vector<Index> inverse;      // of each number in the list: its index in `ids`
 };
 
 // Stateless, any thread. At most 2^30 numbers.
 Asked ask(std::span<const int64_t> ids,
-          const Deal& deal);  // ids are rows of the owner; the list's have to be below deal.rows
+          const Deal& deal);  // `ids` of the result are rows of the owner; numbers of the list must be below deal.rows
 Asked ask_hashed(std::span<const int64_t> ids, uint64_t ranks);  // any numbers
-// The distinct rows of a list, in the order in which they come first; a negative one is none, and its inverse is -1.
+// The distinct rows of a list in order of first occurrence. Negative numbers are skipped, and have the inverse -1.
 Asked distinct(std::span<const Index> rows);
 
-// The ids of which this rank has a row, or counts how often they occur. An id gets a row when it has occurred `admit_after`
-// times. One that has not occurred for more than `evict_after` steps is as if it had never occurred. So what an id has at
-// a step depends on the ids that came until then alone, not on ranks or on when memory is given back.
-// Used by one thread at a time; owned by a table in Python.
+// The ids that have a row on this rank, or whose occurrences it counts. An id gets a row when it has occurred
+// `admit_after` times. An id unused for more than `evict_after` steps is forgotten. The result depends on the ids
+// seen, not on the number of ranks or on when memory is freed. Used by one thread at a time; owned by a table in
+// Python.
 class RowDirectory {
  public:
   // evict_after 0: never.
@@ -47,12 +47,12 @@ class RowDirectory {
 
   struct Found {
     std::vector<Index> rows;       // of each id; -1: it has none
-    std::vector<int64_t> new_ids;  // those that have got a row now,
-    std::vector<Index> new_rows;   // which has to be filled
+    std::vector<int64_t> new_ids;  // ids that got a row in this call,
+    std::vector<Index> new_rows;   // their rows, to be filled by the caller
   };
 
-  // Rows of `ids`, which may come several times. Id i occurs times[i] times at step `clock`, 0: it is only looked up.
-  // Clocks do not decrease. Rows below capacity() may be among what is found.
+  // Rows of `ids`, which may repeat. Id i occurs times[i] times at step `clock`; 0: it is only looked up. Clocks do
+  // not decrease. All rows returned are below capacity().
   Found look_up(std::span<const int64_t> ids, std::span<const int64_t> times, int64_t clock);
 
   std::size_t capacity() const { return capacity_; }  // one above the largest row so far
@@ -65,9 +65,9 @@ class RowDirectory {
     Index row;  // -1: none yet
   };
 
-  // What counts at step `clock`, in ascending order of ids.
+  // The entries that have not expired at step `clock`, in ascending order of ids.
   std::vector<Entry> entries(int64_t clock) const;
-  // An entry of another directory whose id this one does not know; returns the row it has here.
+  // Adds an entry of another directory, whose id is not in this one; returns its row here.
   Index add(const Entry& entry);
 
  private:
@@ -80,7 +80,7 @@ class RowDirectory {
   static constexpr int64_t kFree = -1;
 
   bool expired(const Slot& slot, int64_t clock) const;
-  Slot* find(int64_t id);  // the id's, or the free one where it would be
+  Slot* find(int64_t id);  // the id's slot, or the free one where it would be
   Index take_row(int64_t clock);
   void give_back(Slot& slot);
   void make_room(int64_t clock);
@@ -92,11 +92,11 @@ class RowDirectory {
   std::size_t used_ = 0;
   std::vector<Index> free_rows_;
   std::size_t capacity_ = 0;
-  int64_t swept_ = 0;  // the clock of the last search for what has expired
+  int64_t swept_ = 0;  // the clock of the last eviction
 };
 
-// A row for an id of a growing table: sums of twelve uniform numbers, nearly normal, times `size`. They depend on id and seed
-// alone, and on no library's functions.
+// A row for an id of a growing table: sums of twelve uniform numbers, nearly normal, times `size`. They depend on id
+// and seed alone, and on no library's functions.
 template <class T>
 void fill_row(T* row, std::size_t dim, int64_t id, uint64_t seed, double size);
 

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kTile = 64;
-constexpr std::size_t kAhead = 8;  // so many rows before one is needed, its way from memory begins
+constexpr std::size_t kAhead = 8;  // rows are prefetched so many rows ahead
 constexpr std::size_t kCacheLine = 64;
 constexpr uint32_t kInfiniteBits = 0x7f800000u;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -65,7 +65,7 @@ struct Loops {
   void (*update)(const Numbers<T>&, T*, Memory<T>, std::span<const Index>, const T*, std::size_t);
 };
 
-// A compiler that may have to set errno does not make vectors of std::sqrt, so the vector versions say how.
+// Compilers do not vectorise std::sqrt where it may set errno, so the vector versions use intrinsics.
 namespace scalar {
 template <class T>
 inline void roots(T* x, std::size_t count) {

@@ -1,5 +1,5 @@
-// The target attributes of functions that loop, one per instruction set (dispatch.cpp asks the CPU for the same features).
-// x86-64 only. Compilers prefer 256-bit vectors unless these say otherwise. Constant data; any thread.
+// The target attributes of functions that loop, one per instruction set (dispatch.cpp asks the CPU for the same
+// features). x86-64 only. Compilers prefer 256-bit vectors unless these say otherwise. Constant data; any thread.
 #pragma once
 
 #define RINGDP_TARGET_AVX2 __attribute__((target("avx2,f16c")))

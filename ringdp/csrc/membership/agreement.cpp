@@ -59,8 +59,8 @@ Error without_a_store(int self, const std::string& place, std::vector<int> unrea
   const std::string at = place.empty() ? "" : " at " + place + ", which the launcher on that host keeps";
   return {ErrorKind::kHandshake,
           me + " has lost " + (unreachable.empty() ? std::string("another rank") : ranks_text(unreachable)) +
-              " and cannot reach the launcher's store" + at + ", where the ranks agree who goes on (" + lost.what() +
-              "), so it cannot know whether the others have gone on without it: " + context.advice,
+              " and cannot reach the launcher's store" + at + ", by which the ranks agree on the survivors (" +
+              lost.what() + "), so it cannot know whether the others have gone on without it: " + context.advice,
           context};
 }
 
@@ -136,7 +136,7 @@ Decision decide(const std::vector<int>& members, const std::vector<MemberState>&
     }
     decision.again = state.unit;
     decision.batches = state.batches;
-    if (!state.weights.empty()) decision.weights = state.weights;  // all that know them know the same
+    if (!state.weights.empty()) decision.weights = state.weights;  // the same on all members that have them
   }
   return decision;
 }

@@ -10,7 +10,7 @@ bool contains(const std::vector<int>& list, int value) {
   return std::find(list.begin(), list.end(), value) != list.end();
 }
 
-// All members of a view reach each other: of two that do not, the lower one stays.
+// All members of a view are connected: of two that are not, the lower one stays.
 std::vector<int> reaching_each_other(const std::vector<int>& living, const std::map<int, MemberState>& states) {
   std::vector<int> left_out;
   for (const int one : living)
@@ -69,7 +69,7 @@ void MemberTurn::look() {
   request_ = {StoreRequest::Kind::kFind, prefix_ + "decision", ""};
 }
 
-// The lowest that can be reached collects where the others stand. The others look for what it has decided.
+// The lowest connected member collects the others' states. The others read its decision.
 void MemberTurn::begin_round() {
   living_.clear();
   waiting_for_.clear();

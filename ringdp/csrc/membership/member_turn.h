@@ -1,6 +1,6 @@
-// MemberTurn: one member's way through a change of members, one access to the store after the other, as a value: what it asks
-// the store next follows of what it was answered and of whom it cannot reach. The rules are in docs/design/elastic_agreement.md.
-// Used by StoreAgreement with a store and a clock, and by tests/cpp/test_agreement.cpp with all that can happen.
+// MemberTurn: one member's part in a change of members, as a value. Its next request to the store follows from the
+// answers so far and from the lost connections. The rules are in docs/design/elastic_agreement.md. Used by
+// StoreAgreement with a store and a clock, and by tests/cpp/test_agreement.cpp with all orders of events.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace ringdp {
 
-// Others than these are wrong, and for the tests, which find them.
+// Other values are wrong rules, for the tests, which must find them.
 struct AgreementRules {
   Decision (*decide)(const std::vector<int>& members, const std::vector<MemberState>& states) = ringdp::decide;
-  bool waits = true;         // until all that can be reached have said where they stand
-  bool first_counts = true;  // of two decisions
+  bool waits = true;         // until all connected members have published their states
+  bool first_counts = true;  // of two decisions the first is final
 };
 
 struct StoreRequest {
@@ -32,18 +32,18 @@ class MemberTurn {
   MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,
              const AgreementRules& rules = {});
 
-  // What to ask the store for now.
+  // The next request to the store.
   const StoreRequest& request() const { return request_; }
-  // What the store has under that key then.
+  // The store's answer to it.
   void answer(const std::optional<std::string>& value);
-  // With these members there is no connection any more. At any time.
+  // The connections to these members are lost. May be called at any time.
   void lose(const std::vector<int>& unreachable);
 
   const std::optional<Decision>& decision() const { return decision_; }
-  // A round is over and others have to do something first: the caller may pause before the next request.
+  // A round is over, and other members must act first: the caller may pause before the next request.
   bool waits() const { return stage_ == Stage::kLook && !waiting_for_.empty() && !decision_; }
   const std::vector<int>& waiting_for() const { return waiting_for_; }
-  // Two turns of a member in a view with equal keys go on in the same way.
+  // Two turns of a member in a view with equal keys continue identically.
   std::string key() const;
 
  private:
@@ -63,7 +63,7 @@ class MemberTurn {
   StoreRequest request_;
   std::vector<int> lost_;
   std::vector<int> living_;          // as this round began
-  std::map<int, std::string> said_;  // by members: once, it stays
+  std::map<int, std::string> said_;  // by member; written once
   std::vector<int> unasked_;         // in this round
   std::vector<int> waiting_for_;
   std::optional<Decision> decision_;

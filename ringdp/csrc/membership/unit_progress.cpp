@@ -10,7 +10,7 @@ UnitProgress::Entry UnitProgress::enter(uint64_t unit) {
 }
 
 bool UnitProgress::leave(uint64_t unit, uint64_t view) {
-  if (left_ >= unit) return true;  // by a change
+  if (left_ >= unit) return true;  // a change has counted it
   if (view_ != view) return false;
   left_ = unit;
   done_ = false;

@@ -52,7 +52,7 @@ bool is_link_local(const sockaddr* raw) {
 
 enum class Match { kNone, kBeginning, kWhole };
 
-// How an item of RINGDP_IFACE fits an interface.
+// How an item of RINGDP_IFACE matches an interface.
 Match match(const Interface& it, const std::string& item) {
   if (auto slash = item.find('/'); slash != std::string::npos) {
     auto bits = number(item.substr(slash + 1));
@@ -84,7 +84,7 @@ std::vector<Interface> only(const std::vector<Interface>& all, const std::vector
     return std::any_of(out.begin(), out.end(), [&](const Interface& o) { return o.ip == it.ip && o.name == it.name; });
   };
   for (const std::string& item : items) {
-    // A whole name goes before a beginning: eth1 is not to mean eth10 as well.
+    // A whole name has precedence over a prefix: eth1 does not match eth10 too.
     for (Match wanted : {Match::kWhole, Match::kBeginning}) {
       std::size_t before = out.size();
       for (const Interface& it : all)
@@ -95,14 +95,14 @@ std::vector<Interface> only(const std::vector<Interface>& all, const std::vector
   return out;
 }
 
-// getaddrinfo(3) may take long; a caller that gives up leaves it to a thread that ends by itself.
+// getaddrinfo(3) may take long, so a thread runs it, which ends by itself if the caller gives up.
 std::vector<SocketAddress> look_up(const std::string& name, const std::string& port, int limit_ms,
                                    std::string& problem) {
   struct Answer {
     int error = 0;
     std::vector<SocketAddress> addresses;
   };
-  auto promise = std::make_shared<std::promise<Answer>>();  // owned by the thread and by who waits
+  auto promise = std::make_shared<std::promise<Answer>>();  // owned by the thread and by the caller that waits
   std::future<Answer> future = promise->get_future();
   std::thread([promise, name, port] {
     Answer answer;
@@ -194,7 +194,8 @@ std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uin
         continue;
       }
       problem = ip + ": " + errno_text(error_number);
-      // An address may have gone since it was listed, or be IPv6 and not usable yet: the others serve.
+      // An address may have been removed since it was listed, or be IPv6 and not usable yet: then only the others are
+      // used.
       taken = taken || error_number == EADDRINUSE || error_number == EACCES;
     }
     if (!taken && !listeners.empty()) return listeners;
@@ -227,7 +228,7 @@ Candidates candidates_of_peer(const std::vector<std::string>& published, bool sa
                              [&](const SocketAddress& it) { return it.text() == address.text(); });
     if (known) return;
     if (!same_network && address.is_loopback())
-      out.left_out.push_back(address.text() + " (loopback never leaves a host)");
+      out.left_out.push_back(address.text() + " (loopback does not reach another host)");
     else if (!same_network && own)
       out.left_out.push_back(address.text() + " (is an address of this host, too)");
     else
@@ -246,7 +247,7 @@ Candidates candidates_of_peer(const std::vector<std::string>& published, bool sa
     for (const SocketAddress& it : look_up(name, text.substr(colon + 1), lookup_ms, problem)) add(it);
     if (!problem.empty()) out.left_out.push_back(text + " (" + problem + ")");
   }
-  // What lies in a network of ours is the likeliest; it gets a head start only.
+  // Addresses in a network of this host are the likeliest; they get a head start only.
   std::stable_partition(out.addresses.begin(), out.addresses.end(), [&](const SocketAddress& address) {
     return std::any_of(mine.begin(), mine.end(), [&](const Interface& it) {
       return !it.is_loopback && in_network(address.ip(), it.ip, it.prefix_bits);

@@ -1,5 +1,5 @@
-// The addresses of ranks: those of this host that a rank may publish (RINGDP_IFACE chooses among them), and the order in
-// which those of a peer are tried. Reads the interfaces at each call; any thread.
+// The addresses of ranks: those of this host that a rank may publish (RINGDP_IFACE chooses among them), and the order
+// in which those of a peer are tried. Reads the interfaces at each call; any thread.
 #pragma once
 
 #include <string>
@@ -21,20 +21,20 @@ struct Interface {
 std::vector<Interface> interfaces();
 
 // Those that `spec` names: a list of interface names (or beginnings of names: eth; =eth stands for the whole name),
-// addresses and networks (10.0.0.0/8), in its order; with ^ in front, all but those. An empty one takes all but loopback.
-// Throws Error(kSystem) listing what there is if nothing is left.
+// addresses and networks (10.0.0.0/8), in its order; with ^ in front, all but those. An empty one takes all but
+// loopback. Throws Error(kSystem) with the interfaces of this host if none matches.
 std::vector<Interface> select_interfaces(const std::vector<Interface>& all, const std::string& spec);
 
-// Whether `ip` lies in the network of `bits` leading bits around `network`; false for two families.
+// Whether `ip` and `network` have the same `bits` leading bits; false for different families.
 bool in_network(const std::string& ip, const std::string& network, int bits);
 
-// One listener per address, if it can be had all on one port (what firewalls and advertised addresses need).
-// Throws Error(kSystem) when none could be bound.
+// One listener per address, if possible all on one port, as firewalls and advertised addresses need. Throws
+// Error(kSystem) if none could be bound.
 std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uint16_t port_low, uint16_t port_high,
                                         int backlog);
 
-// Where the others find them: `advertise` first, if there is one (RINGDP_ADVERTISE), with the listeners' port unless it brings
-// one of its own: "node7", "node7:30000", "fd00::7".
+// The addresses to publish: `advertise` first, if given (RINGDP_ADVERTISE), with the listeners' port unless it has one
+// of its own: "node7", "node7:30000", "fd00::7".
 std::vector<std::string> addresses_to_publish(const std::vector<TcpListener>& listeners, const std::string& advertise);
 
 // The addresses of a peer in the order to try them, and descriptions of those that cannot be reached from here.

@@ -9,24 +9,23 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kLongPathUs = 5000;          // over shorter ones nothing is held back
+constexpr int64_t kLongPathUs = 5000;          // bulk is not paced over shorter ones
 constexpr double kFirstBytesPerS = 5'000'000;  // 40 Mbit/s
 constexpr int64_t kJitterUs = 2500;            // of paths, and of busy hosts: no queue
-constexpr double kLeastBytesPerS = 1'250'000;  // slower lines are filled as by others: 10 Mbit/s
-constexpr double kStarts = 1.2;         // times as fast after each round trip, until packets wait for the first time
-constexpr double kFaster = 0.03;        // by so much from then on, and ...
-constexpr int64_t kQueueStepUs = 1000;  // ... no more than what lets packets wait so much longer, ...
-constexpr int kPatience = 12;           // ... but after so many steps without packets that waited ...
-constexpr double kDoubles = 4;          // ... twice that after so many further ones, ...
-constexpr double kFastest = 0.1;        // ... at most so much, and ...
-constexpr int64_t kMostStepUs = 5000;   // ... so long
-constexpr double kSlower = 0.9;         // than what arrives
-constexpr double kUsed = 0.6;           // of the rate: less says nothing about a higher one
-constexpr double kLeastShare = 0.5;     // of the best rate: others' packets may be those that wait, or hosts are busy
+constexpr double kLeastBytesPerS = 1'250'000;  // 10 Mbit/s: no slower rate is chosen
+constexpr double kStarts = 1.2;                // factor per round trip, until packets are queued for the first time
+constexpr double kFaster = 0.03;               // growth per round trip from then on: at most this, and ...
+constexpr int64_t kQueueStepUs = 1000;         // ... at most what makes packets wait so much longer; ...
+constexpr int kPatience = 12;                  // ... after so many steps without a queue ...
+constexpr double kDoubles = 4;                 // ... it doubles with every so many further ones, ...
+constexpr double kFastest = 0.1;               // ... up to this, and ...
+constexpr int64_t kMostStepUs = 5000;          // ... this
+constexpr double kSlower = 0.9;                // factor on what arrives, once packets are queued
+constexpr double kUsed = 0.6;                  // of the rate: a sender that uses less does not probe a higher one
+constexpr double kLeastShare = 0.5;  // of the best rate: the queue may be of others' packets, or hosts are busy
 constexpr auto kLateness = std::chrono::milliseconds(10);
 constexpr auto kShortPathsEvery = std::chrono::seconds(1);
-constexpr auto kLongestPause =
-    std::chrono::milliseconds(500);  // what was carried before one says nothing about the line
+constexpr auto kLongestPause = std::chrono::milliseconds(500);  // a sample over a longer pause is discarded
 
 constexpr double kFrameS = 0.002;
 constexpr std::size_t kLeastFrameBytes = 4 * 1024;
@@ -68,7 +67,7 @@ void BulkRate::look(const Sample& sample, Clock::time_point now) {
     steps_ = 0;
     const double least = std::max(kLeastBytesPerS, kLeastShare * best_bytes_per_s_);
     bytes_per_s_ = std::max(least, kSlower * std::min(bytes_per_s_, arrived));
-    next_look_ += round_trip;  // it shows only then
+    next_look_ += round_trip;  // the new rate shows after one more round trip
   } else if (queue_us < kLittleQueueUs && sent > kUsed * bytes_per_s_ * seconds(since)) {
     const auto round_trip_us = static_cast<double>(sample.least_round_trip_us);
     const double step = std::min(kFaster, static_cast<double>(kQueueStepUs) / round_trip_us);
@@ -83,7 +82,7 @@ std::size_t BulkRate::frame_bytes() const {
   return std::clamp(static_cast<std::size_t>(bytes_per_s_ * kFrameS), kLeastFrameBytes, kMostFrameBytes);
 }
 
-// A sender that comes late gets what it missed, up to kLateness.
+// A sender that is late may catch up, by at most kLateness.
 void BulkRate::sent(std::size_t bytes, Clock::time_point now) {
   sent_ += bytes;
   free_at_ = std::max(free_at_, now - kLateness) +

@@ -1,6 +1,7 @@
-// BulkRate: how fast bulk flows go on a long path, so that they fill what is left of the line and no queue before it: what comes
-// behind them would wait there. It looks at the round trip of the connection's packets: longer than at its shortest means that packets wait
-// somewhere (LEDBAT, RFC 6817, has the idea). Owned by the SendWindow, used on the thread that drives the engine.
+// BulkRate: the rate of bulk flows on a long path, so that they use the free part of the line without filling a queue
+// in which other flows would wait. It compares the round trip of the connection's packets with the shortest one: a
+// longer one means that packets are queued (the idea of LEDBAT, RFC 6817). Owned by the SendWindow, used on the thread
+// that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -21,22 +22,22 @@ class BulkRate {
     int64_t least_round_trip_us = 0;
   };
 
-  // As far as the path's round trip shows that packets wait on it, both ways: less, it may go faster; more, slower.
+  // The queueing delay, both ways: below it the rate rises, above it the rate falls.
   static constexpr int64_t kLittleQueueUs = 3000;
   static constexpr int64_t kMostQueueUs = 5500;
 
-  // Of a frame: longer ones would be in the way themselves.
+  // Of a frame: a longer one would itself delay other flows.
   std::size_t frame_bytes() const;
 
   BulkRate();
 
-  // The next frame is one of bulk for that channel (null: it is none): whether it may go now. Otherwise it waits until `wakes_at`.
+  // Whether the next bulk frame for that channel may be sent now, else it waits until `wakes_at`. With null the frame
+  // is not bulk.
   bool admits(const Channel* channel);
   Clock::time_point wakes_at() const { return waits_ ? free_at_ : Clock::time_point::max(); }
   void sent(std::size_t bytes, Clock::time_point now);
 
-  // What `admits` is made of.
-  // A sample would be of use now.
+  // The parts of `admits`. Whether a sample is due.
   bool wants_look(Clock::time_point now) const { return now >= next_look_; }
   void look(const Sample& sample, Clock::time_point now);
 

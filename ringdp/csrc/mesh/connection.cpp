@@ -6,9 +6,9 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kHeldUpAtEndMs = 2000;  // where the other end has given up
+constexpr int64_t kHeldUpAtEndMs = 2000;  // where the other end has closed the connection
 
-// Small packets may be delayed as well: their acknowledgements travel with the peer's large ones.
+// Small packets may be lost as well: their acknowledgements travel in the peer's large packets.
 std::string held_up_text(const Channel::HeldUp& held_up, const char* otherwise, const Channel& channel) {
   return "the path to it does not pass large packets, or drops those of this connection: none with up to " +
          std::to_string(held_up.packet_bytes) + " bytes has arrived for " + std::to_string(held_up.ms) + " ms, " +
@@ -84,8 +84,8 @@ void Connection::check_host() {
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "though its host answers", *channel_), kLargePacketsAdvice);
 }
 
-// How the connection ended says what to report if no other takes its place; whether one can, only dialling shows. Where another
-// is being made already, the peer closes this one, and what was under way on it counts for nothing.
+// The way the connection ended is reported if no other one replaces it; only dialling shows whether one can. While
+// another one is being made, the peer closes this one, and what was in flight on it is ignored.
 void Connection::fail_closed(int error_number) const {
   const bool unreachable = error_number == ETIMEDOUT || error_number == EHOSTUNREACH || error_number == EHOSTDOWN ||
                            error_number == ENETUNREACH;
@@ -99,7 +99,7 @@ void Connection::fail_closed(int error_number) const {
     throw Error(ErrorKind::kSystem,
                 self_.text() + " could not use its connection to " + peer_.text() + ": " + context.cause, context);
   }
-  // The other end may have found that first.
+  // The other end may have found it first.
   const bool ended = error_number == 0 || error_number == ECONNRESET;
   const Channel::HeldUp held_up = ended && !healing() ? channel_->held_up() : Channel::HeldUp{};
   const bool held = held_up.ms >= kHeldUpAtEndMs;

@@ -1,5 +1,5 @@
-// EarlyFrames: what a peer has sent for operations that have not started here: frames, at most the eager window of payload, and
-// requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
+// EarlyFrames: frames that a peer has sent for operations that have not started here, with at most the eager window of
+// payload, and its requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -29,15 +29,15 @@ class EarlyFrames {
   bool has(uint64_t group, uint64_t sequence) const { return kept_.contains({group, sequence}); }
   bool fits(std::size_t payload) const { return bytes_ + payload <= kEagerWindowBytes && !full(); }
 
-  // False: it is the second frame without payload. Those use up no window, so an operation may have one only: it announces the
-  // peer, or is its whole payload.
+  // False: it is the operation's second frame without payload. Those use up no window, so an operation may have only
+  // one: it announces the peer, or is the whole payload.
   bool keep(const FrameHeader& header, std::vector<std::byte> payload);
   bool request(uint64_t group, uint64_t sequence);  // false: there are too many operations
 
   std::optional<Kept> take(uint64_t group, uint64_t sequence);
-  std::vector<FrameHeader> discard(uint64_t group);  // returns the headers of what is gone
+  std::vector<FrameHeader> discard(uint64_t group);  // returns the headers of the discarded frames
 
-  // The memory of a payload that was taken serves the next one that is kept.
+  // The memory of a payload that was taken is used for the next one that is kept.
   void give_back(std::vector<std::byte> payload) { spare_ = std::move(payload); }
   std::vector<std::byte> spare() { return std::exchange(spare_, {}); }
 

@@ -10,7 +10,7 @@ namespace ringdp {
 namespace {
 
 constexpr auto kAgainAfter = std::chrono::milliseconds(200);
-constexpr int kFailures = 5;  // of one stream, where its first connection was made: more will not help
+constexpr int kFailures = 5;  // of one stream at one address: no further attempts
 
 }  // namespace
 
@@ -25,7 +25,8 @@ std::string streams_text(int setting) { return setting == kAutomaticStreams ? "a
 int ExtraStreams::wanted(int peer, int socket) const {
   const int setting = peers_[peer].setting.value_or(setting_);
   if (setting != kAutomaticStreams) return setting;
-  ask_for_congestion(socket, congestion_);  // whoever uses the connections asks for all, and says what is wrong
+  // result ignored: set again for all sockets later, where a failure is reported
+  ask_for_congestion(socket, congestion_);
   return streams_for(tcp_round_trip_us(socket), keeps_its_rate(socket));
 }
 

@@ -1,6 +1,7 @@
-// ExtraStreams: which connections a pair of ranks needs beside its first one (transport/striped.h), and those of them that are made.
-// The rank that dials decides how many, by the round trips of the first connection, and says so in its confirm; it dials the
-// others where the first one answered. Bookkeeping only, time comes in from outside. Owned by MadeConnections or a Redialler, used by its thread.
+// ExtraStreams: the connections that a pair of ranks needs beside its first one (transport/striped.h), and those of
+// them that are made. The rank that dials decides how many, by the round trips of the first connection, and sends the
+// number in its confirm; it dials the others at the address of the first one. Bookkeeping only, time comes in from
+// outside. Owned by Established or a Redialler, used by its thread.
 #pragma once
 
 #include <optional>
@@ -24,17 +25,19 @@ int streams_for(int64_t round_trip_us, bool keeps_rate);
 
 class ExtraStreams {
  public:
-  // `setting`: of all pairs, or kAutomaticStreams. `congestion`: what is asked for, it matters for how many are needed.
+  // `setting`: the number for all pairs, or kAutomaticStreams. `congestion`: the congestion control to ask for, on
+  // which the number depends.
   ExtraStreams(int world, int setting, std::string congestion)
       : setting_(setting), congestion_(std::move(congestion)), peers_(static_cast<std::size_t>(world)) {}
 
-  // The same settings, and no connection yet.
+  // With the same settings, without connections.
   ExtraStreams again() const { return {static_cast<int>(peers_.size()), setting_, congestion_}; }
 
   void needs_one(int peer) { peers_[peer].setting = 1; }  // it will share memory
   int wanted(int peer, int socket) const;                 // in all; `socket`: the first, connected
 
-  // The first connection is made; there are to be `streams`. `dial`: where this side dials the others.
+  // The first connection is made; the pair will have `streams`. `dial`: the address at which this side dials the
+  // others.
   void expect(int peer, int streams, std::optional<SocketAddress> dial);
   bool lacks(int peer, int stream) const;
   bool complete(int peer) const;
@@ -47,7 +50,7 @@ class ExtraStreams {
   }  // another first one
   int streams(int peer) const { return static_cast<int>(peers_[peer].others.size()) + 1; }
 
-  // The one to dial now, and where; it counts as begun.
+  // The stream to dial now, and its address; it counts as begun.
   std::optional<int> due(int peer, Clock::time_point now);
   const SocketAddress& address(int peer) const { return *peers_[peer].dial; }
   void failed(int peer, int stream, const std::string& why, Clock::time_point now);

@@ -22,7 +22,7 @@ constexpr int64_t kStrangerMs = 2000;
 constexpr int kBacklog = 1024;
 constexpr auto kPauseForDescriptors = std::chrono::milliseconds(50);
 
-// "ringdp/" and the name in hexadecimal, so that an administrator can tell whose it is.
+// "ringdp/" and the name in hexadecimal, so that an administrator sees its owner.
 socklen_t fill_address(const SharedToken& name, sockaddr_un& address) {
   std::string text = "ringdp/" + hex_encode(name);
   address = {};
@@ -100,7 +100,7 @@ std::vector<FdSocket::Client> FdSocket::serve() {
     }
     const int descriptor = socket.get();
     Stranger newcomer{std::move(socket), {}, Deadline::after_ms(kStrangerMs), false};
-    attend(newcomer, clients);  // one of ours has spoken by now
+    attend(newcomer, clients);  // a rank of this job has sent its token by now
     if (newcomer.gone) continue;
     strangers_.push_back(std::move(newcomer));
     for (const std::size_t room = most_strangers(kMaxStrangers, descriptor, strangers_.size());

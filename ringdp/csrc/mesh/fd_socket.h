@@ -1,7 +1,8 @@
-// FdSocket: where a rank waits with the memory that it shares with ranks of its host: an abstract Unix socket (unix(7)) under a
-// random name, over which descriptors go. Nothing is in the file system, and other network namespaces cannot reach it. Any
-// process of the host can read the name in /proc/net/unix and connect, so a connection counts only once it has shown a token;
-// strangers get a bounded number of connections, a bounded time, and no answer. Used by one thread.
+// FdSocket: the abstract Unix socket (unix(7)) with a random name at which a rank hands out the descriptors of the
+// memory that it shares with ranks of its host. Nothing is in the file system, and other network namespaces cannot
+// reach it. Any process of the host can read the name in /proc/net/unix and connect, so a connection counts only once
+// it has shown a token; unauthenticated processes get a bounded number of connections, a bounded time, and no answer.
+// Used by one thread.
 #pragma once
 
 #include <poll.h>
@@ -48,7 +49,7 @@ class FdSocket {
     int peer = -1;
   };
 
-  // nullopt, and in words why, where there is no socket to be had.
+  // nullopt, and the reason as text, if no socket can be made.
   static std::optional<FdSocket> open(std::string& problem);
 
   const SharedToken& name() const { return name_; }
@@ -71,19 +72,19 @@ class FdSocket {
   };
 
   void attend(Stranger& stranger, std::vector<Client>& clients);
-  int client_of(const SharedMessage& message);  // -1: of no peer we know
+  int client_of(const SharedMessage& message);  // -1: of an unknown peer
 
   Fd listener_;
   SharedToken name_{};
   std::vector<Expected> expected_;
   std::list<Stranger> strangers_;
-  Clock::time_point accept_after_{};  // no descriptors are left: a pause
+  Clock::time_point accept_after_{};  // a pause, since descriptors have run out
   int turned_away_ = 0;
 };
 
 // Connects to another rank's FdSocket. Empty: `error_number` says why; EAGAIN: too many wait there, try again.
 Fd connect_fd_socket(const SharedToken& name, int& error_number);
 ucred credentials_of(
-    int fd);  // of the process at the other end (SO_PEERCRED); pid 0 and no user where it cannot be told
+    int fd);  // of the process at the other end (SO_PEERCRED); pid 0 and no user where the kernel does not say
 
 }  // namespace ringdp

@@ -19,21 +19,21 @@ class RecvFlow;
 
 class FlowHandler {
  public:
-  // The next bytes at `offset` of the flow: at most `max`, contiguous, whole elements, not beyond a block's end.
-  // They stay as they are until `flushed` says that they left, those of a `lasting` flow longer.
+  // The next bytes at `offset` of the flow: at most `max`, contiguous, whole elements, not beyond a block's end. They
+  // do not change until `flushed` reports them as sent; those of a `lasting` flow longer.
   virtual std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) = 0;
   virtual void flushed(SendFlow& flow) = 0;  // flow.sent has grown
   // The memory for the bytes at `offset`: exactly `length` bytes, used until `arrived`. Empty: there is no such memory.
   virtual std::span<std::byte> incoming(RecvFlow& flow, uint64_t offset, std::size_t length) = 0;
   virtual void arrived(RecvFlow& flow, uint64_t offset, std::span<std::byte> data) = 0;
-  // In place of these two where the bytes already lie in memory, which is valid during the call only: whole elements, not
-  // beyond a block's end. False: there is no memory for them.
+  // In place of these two for bytes that are in memory already, valid during the call only: whole elements, not beyond
+  // a block's end. False: there is no memory for them.
   virtual bool take(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data) {
     return put(flow, offset, data, std::memcpy);
   }
 
  protected:
-  // `copy(to, from, bytes)` brings them to where `incoming` wants them.
+  // `copy(to, from, bytes)` copies them to the memory that `incoming` returned.
   template <class Copy>
   bool put(RecvFlow& flow, uint64_t offset, std::span<const std::byte> data, Copy copy) {
     std::span<std::byte> room = incoming(flow, offset, data.size());
@@ -67,13 +67,13 @@ struct Disagreement {
   FlowIdentity mine;
   FrameHeader theirs;
   int peer = -1;
-  std::string beside = {};  // what else this rank knows that may be the reason; empty: nothing
+  std::string beside = {};  // another fact that may explain it; empty: none
 
   bool name_unknown() const;  // the peer's operation has a name, and it is not this rank's
   Error explain(const PeerInfo& self, const PeerInfo& peer_info, const std::string& peer_name) const;
 };
 
-// To one peer: sent <= total, and nothing is sent that the operation has not made ready.
+// To one peer. Invariant: sent <= ready <= total.
 class SendFlow {
  public:
   FlowHandler* handler = nullptr;
@@ -81,17 +81,17 @@ class SendFlow {
   int peer = -1;         // position of the peer in the Runtime's world
   int member = -1;       // its rank in the group
   uint64_t total = 0;    // bytes in all
-  uint64_t ready = 0;    // bytes the operation could send by now
+  uint64_t ready = 0;    // bytes that the operation has ready to send
   uint64_t sent = 0;     // bytes handed to the transport
   uint64_t granted = 0;  // bytes the receiver has granted; more go eagerly while there is room
-  // So many of its first bytes go before any are granted. Below `total` where that is above kSmallFlowBytes: the last grant comes before the
-  // flow ends then.
+  // So many of its first bytes are sent without a grant. Below `total` if that is above kSmallFlowBytes, so that the
+  // last grant comes before the flow ends.
   uint64_t eager = kSmallFlowBytes;
   bool opened = false;  // its first frame is out (a flow of no bytes has one frame too)
   bool requested = false;
   bool encodes = false;  // `outgoing` computes its bytes
-  // Until its operation ends, what it has sent is overwritten only by what depends on the peer's having had it, or after
-  // a call of Link::will_change.
+  // Until the operation ends, bytes that were sent are overwritten only by results that depend on the peer's having
+  // received them, or after a call of Link::will_change.
   bool lasting = false;
   FlowRecord* record = nullptr;  // when its bytes went; may be null
 
@@ -107,14 +107,14 @@ class RecvFlow {
   int member = -1;
   uint64_t total = 0;
   uint64_t received = 0;
-  uint64_t window = 0;   // how far the operation can take bytes now (total, if it never needs to hold the peer back)
+  uint64_t window = 0;   // how many bytes the operation can take by now (total if it never holds the peer back)
   uint64_t granted = 0;  // bytes granted to the peer
   bool opened = false;
   bool decodes = false;          // `arrived` computes much with the last bytes of a piece, which may be few
   FlowRecord* record = nullptr;  // when its bytes came; may be null
 
   bool complete() const { return opened && received == total; }
-  // Where work on these bytes is noted; null: it is not.
+  // Records work on these bytes; null: it is not recorded.
   FlowRecord* work_record(std::size_t bytes) const {
     return decodes || bytes >= FlowRecord::kLeastWorkBytes ? record : nullptr;
   }

@@ -1,5 +1,6 @@
-// FlowRecord: when the bytes of one flow moved, and how many. Written by the thread that drives the engine through the flow's
-// link, read by any thread at any time: each value is atomic, and they are not of one moment. Owned by the OperationRecorder.
+// FlowRecord: when the bytes of one flow moved, and how many. Written by the thread that drives the engine through the
+// flow's link, read by any thread at any time: each value is atomic, and they are not of one moment. Owned by the
+// OperationRecorder.
 #pragma once
 
 #include <atomic>
@@ -49,8 +50,8 @@ struct FlowRecord {
     last_ns.store(now, std::memory_order_relaxed);
     moved.store(bytes_so_far, std::memory_order_relaxed);
   }
-  // Work on bytes of the flow that began at `begin_ns` and has ended now. Of few bytes nothing is noted: the clock would cost
-  // more than that tells.
+  // Work on bytes of the flow that began at `begin_ns` and has ended now. Not recorded for few bytes, for which the
+  // clock would cost too much.
   void note_work(int64_t begin_ns) {
     const int64_t end_ns = nanoseconds_of(Clock::now());
     if (end_ns - begin_ns < kLeastWorkNs) return;

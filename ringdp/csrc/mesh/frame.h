@@ -22,21 +22,21 @@ inline constexpr std::size_t kSmallFlowBytes = 64 * 1024;      // flows up to th
 inline constexpr std::size_t kAbortTextBytes = 2048;           // longest text of an abort frame
 inline constexpr std::size_t kReasonBytes = 512;               // longest text of a goodbye
 
-// In an operation's sequence number: it has no place in the order of its group, but was issued inside a callback, or is a
-// message.
+// In an operation's sequence number: it is outside the order of its group, since it was issued inside a callback, or
+// is a message.
 inline constexpr uint64_t kCallbackBit = 1ULL << 63;
 inline constexpr uint64_t kMessageBit = 1ULL << 62;
 
-// `algorithm` of an operation whose bytes another backend moves, beside these connections: the ranks only tell each other
-// that they begin it. `root` says by which one: a number of foreign_backend_number.
+// `algorithm` of an operation whose bytes another backend moves, beside these connections: the ranks only announce
+// that they begin it. `root` is the backend, as foreign_backend_number gives it.
 inline constexpr uint8_t kElsewhere = 7;
 int32_t foreign_backend_number(std::string_view name);  // 0 for one without a number of its own
 
-// `offset` of a ping that asks for the stacks of the peer's process, and of the pong that carries their text.
+// `offset` of a ping that asks for the stacks of the peer's process, and of the pong with their text.
 inline constexpr uint64_t kWithStacks = 1;
 
 // The offset of a credit that answers a goodbye: its sender has read everything, and reads nothing more.
-inline constexpr uint64_t kByeHeard = 1;
+inline constexpr uint64_t kByeRead = 1;
 
 enum class FrameType : uint8_t {
   kData = 1,     // payload of a flow, in order; `offset` is its place in the flow
@@ -45,11 +45,11 @@ enum class FrameType : uint8_t {
   kCredit = 4,   // carries nothing but `credit`, which every header has
   kAbort = 5,    // the group failed; payload is an AbortNotice
   kBye = 6,      // nothing follows: the sender leaves in good order; the payload says why
-  kPing = 7,     // what do you know of this operation?
+  kPing = 7,     // asks for the peer's state of an operation
   kPong = 8      // the answer: a PeerState, or the text of stacks
 };
 
-// What an operation is, as its rank sees it. Equal on all ranks of an operation, or it fails on all of them.
+// The description of an operation by its rank. If the ranks' descriptions differ, the operation fails on all of them.
 struct OperationShape {
   Collective what = Collective::kBarrier;
   DType dtype = DType::kUint8;
@@ -81,12 +81,12 @@ struct FrameHeader {
   static FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> raw);
 };
 
-// Why a group failed, as told to its other members.
+// Why a group failed, for its other members.
 struct AbortNotice {
   ErrorKind kind = ErrorKind::kPeerLost;
   int32_t guilty_rank = -1;
   uint64_t sequence = 0;
-  int32_t found_by = -1;     // the rank that tells it first
+  int32_t found_by = -1;     // the rank that found the failure
   bool unexplained = false;  // a connection ended, and the sender does not know why
   std::string text;
 

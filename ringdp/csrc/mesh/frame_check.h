@@ -1,7 +1,7 @@
-// FrameCheck: the checksums of the frames on one connection (docs/reference/wire_format.md, "Checksums"). A header has one of its own,
-// which is compared before any field of it is used, so that no rank waits for the bytes of a damaged length. On a connection
-// without checksums it adds no byte and computes nothing.
-// Owned by a Link; used by the thread that drives the engine.
+// FrameCheck: the checksums of the frames on one connection (docs/reference/wire_format.md, "Checksums"). A header has
+// one of its own, which is compared before any field of it is used, so that no rank waits for the bytes of a damaged
+// length. On a connection without checksums it adds no byte and computes nothing. Owned by a Link; used by the thread
+// that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class FrameCheck {
   // Sending: `head_bytes()` at `out`.
   void write_head(const FrameHeader& header, std::span<const std::byte> payload, std::byte* out) const;
 
-  // Receiving: false if the `head_bytes()` at `head` did not come as they were sent. Then its payload, part by part.
+  // Receiving: false if the `head_bytes()` at `head` are corrupted. Then its payload, part by part.
   bool accept_head(const std::byte* head);
   void add(std::span<const std::byte> part) {
     if (on_) found_ = crc32c(part, found_);

@@ -108,13 +108,13 @@ std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const H
     case Refusal::kWorld:
       return both("the world size", theirs.world, mine.world);
     case Refusal::kRank:
-      return "the rank does not fit: rank " + std::to_string(theirs.from) + " speaks to rank " +
+      return "the rank does not match: rank " + std::to_string(theirs.from) + " speaks to rank " +
              std::to_string(theirs.to) + ", rank " + std::to_string(mine.to) + " of " + std::to_string(mine.world) +
              " listens";
     case Refusal::kDuplicate:
       return "rank " + std::to_string(theirs.from) + " is connected already: two processes have the same rank";
     case Refusal::kGone:
-      return "it has given this connection up, or has left";
+      return "it closed this connection, or has left";
     case Refusal::kNone:
       break;
   }

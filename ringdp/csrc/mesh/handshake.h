@@ -9,13 +9,13 @@
 //   confirm (MAC over all)      ->    a replayed hello ends here
 //   padding                     ->
 //
-// On a connection that takes the place of one that has broken, each side then says how many frames it has:
+// On a connection that replaces a broken one, each side then says how many frames it has received:
 //
 //                               <-    resume (frames the acceptor has taken, MAC over all)
 //   resume (connector's)        ->
 //
-// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a connect_fd_socket
-// (MAC over it) and closes. A check ends before the confirm.
+// Always the higher rank of a pair connects. A lower one that needs a connection asks for it: it connects, sends a
+// knock with a MAC, and closes. A check ends before the confirm.
 #pragma once
 
 #include <array>
@@ -65,18 +65,18 @@ struct HandshakeFields {
   uint32_t to = 0;
   uint32_t world = 0;
   Refusal refusal = Refusal::kNone;
-  uint32_t padding = 0;  // bytes that follow the message; their values have no meaning, their arrival has
+  uint32_t padding = 0;  // bytes that follow the message; their values do not matter, only their arrival does
   uint16_t stream = 0;   // which of the pair's connections this is to be; 0: the first
   uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
   Purpose purpose = Purpose::kMeet;
-  uint8_t met = 0;  // the sender knows that all ranks have met, and their longest round trip: see met_with
-  // Of the pair's connection: of those that break while the ranks meet, and of those of kResume, each by itself. In resume
-  // messages: of the frames that have come.
+  uint8_t met = 0;  // not 0: the sender knows that all ranks are connected, and their longest round trip, see met_with
+  // The number of the pair's connection, counted for those of the start and for those of kResume separately. In resume
+  // messages: the number of frames received.
   uint64_t number = 0;
 };
 
-// HandshakeFields::met of a rank that has met the others, and what it says.
+// HandshakeFields::met of a rank that is connected with all others, and its content.
 uint8_t met_with(int64_t round_trip_us);  // 0 or a power of two
 int64_t round_trip_in(uint8_t met);
 

@@ -12,7 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
-constexpr int64_t kPeerMs = 30'000;    // what one of ours may take to answer: it may be slow
+constexpr int64_t kPeerMs = 30'000;    // how long a rank of this job may take to answer
 constexpr int kLooksLostMs = 3000;     // left of its patience: padding that has not come by then is lost
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
@@ -150,7 +150,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
              reply->to != self.mine.to) {
     fail("it answered as another rank", false, true);
   } else {
-    socket_.heard();
+    socket_.add_to_transcript();
     facts_.met = reply->met;
     return await_padding(self, reply->padding);
   }
@@ -172,7 +172,7 @@ HandshakeAttempt::Event HandshakeAttempt::on_hello(const HandshakeSelf& self) {
     fail("no hello");
     return Event::kNone;
   }
-  socket_.heard();
+  socket_.add_to_transcript();
   facts_.hello = *hello;
   return Event::kHello;
 }

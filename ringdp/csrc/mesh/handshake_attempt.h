@@ -1,6 +1,6 @@
-// HandshakeAttempt: the steps of one connection while its two ends prove who they are, on either side (handshake.h). It
-// sends, reads and checks; what depends on other connections it leaves to its owner, by an Event. Nothing blocks.
-// Owns the socket until it is taken. Owned by a Dialler or an Acceptor, and used by its thread.
+// HandshakeAttempt: one connection's steps of authentication, on either side (handshake.h). It sends, reads and
+// checks; decisions that depend on other connections are its owner's, by an Event. Nothing blocks. Owns the socket
+// until it is taken. Owned by a Dialing or an Accepting, and used by its thread.
 #pragma once
 
 #include <poll.h>
@@ -21,9 +21,10 @@
 
 namespace ringdp {
 
-// What a rank says of itself in each of its handshakes.
+// This rank's part of each of its handshakes.
 struct HandshakeSelf {
-  // Begins the nonces of its hellos, so that its second connection can be told from a second process of that rank.
+  // The beginning of the nonces of its hellos, which distinguishes its second connection from a second process of that
+  // rank.
   using Instance = std::array<std::byte, 8>;
 
   HandshakeFields mine;  // job, epoch, world and, in `to`, this rank
@@ -43,22 +44,22 @@ class HandshakeAttempt {
     int stream = 0;             // 0: the pair's first connection
     int streams = 1;            // of the pair
     uint64_t number = 0;        // of the pair's connection; a later one takes the place of this
-    uint8_t met = 0;            // what the peer's reply says, see HandshakeFields
+    uint8_t met = 0;            // of the peer's reply, see HandshakeFields
     std::size_t candidate = 0;  // of the peer's route, if this side dials the first
     SocketAddress address = {};
     bool probe = false;  // the peer is only asked to connect
     bool dialled = false;
-    HandshakeFields hello = {};  // of an accepted one: what it has said
+    HandshakeFields hello = {};  // of an accepted one
   };
 
   struct Failure {
     std::string why;         // empty: it is not needed
     bool refused = false;    // nothing listens there
-    bool final = false;      // it will never be right (another job, another rank)
+    bool final = false;      // a retry cannot succeed (another job, another rank)
     std::string large = {};  // if large packets do not arrive: on which connection
   };
 
-  // What its owner is to decide now.
+  // What its owner decides next.
   enum class Event {
     kNone,
     kConnected,  // dialled: `greet`, or `knock`
@@ -75,15 +76,15 @@ class HandshakeAttempt {
   HandshakeSocket take_socket() { return std::move(socket_); }
   Stage stage() const { return stage_; }
   bool over() const { return stage_ == Stage::kDone || stage_ == Stage::kClosed; }
-  bool lacks_padding() const;  // which should have come by now
+  bool lacks_padding() const;  // which is overdue
 
-  Event advance(const HandshakeSelf& self);  // the socket says something
+  Event advance(const HandshakeSelf& self);  // the socket is ready
   void expire(const HandshakeSelf& self);    // if its time is over
   void fail(const std::string& why, bool refused = false, bool final = false);
   void close();  // without a failure
   std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
 
-  bool knock(const HandshakeSelf& self);  // and that is all
+  bool knock(const HandshakeSelf& self);  // and closes
   void greet(const HandshakeSelf& self);
   void confirm(const HandshakeSelf& self, int streams);
   void reply(const HandshakeSelf& self);

@@ -37,7 +37,7 @@ std::optional<HandshakeFields> HandshakeSocket::decode(std::span<const std::byte
   return decode_handshake(buffer_, secret, transcript_);
 }
 
-void HandshakeSocket::heard() { transcript_.insert(transcript_.end(), buffer_.begin(), buffer_.end()); }
+void HandshakeSocket::add_to_transcript() { transcript_.insert(transcript_.end(), buffer_.begin(), buffer_.end()); }
 
 bool HandshakeSocket::announced(std::size_t bytes) {
   if (bytes > kMaxPaddingBytes) return false;
@@ -48,7 +48,8 @@ bool HandshakeSocket::announced(std::size_t bytes) {
 bool HandshakeSocket::send(const HandshakeFields& fields, std::span<const std::byte> secret) {
   const HandshakeMessage message = encode_handshake(fields, secret, transcript_);
   transcript_.insert(transcript_.end(), message.begin(), message.end());
-  // They always fit into a fresh socket's buffer. The padding goes by itself: the message is to arrive where that does not.
+  // They always fit into a fresh socket's buffer. The padding is sent separately: the message must arrive even where
+  // the padding does not.
   static constexpr std::array<std::byte, kMaxPaddingBytes> kPadding{};
   for (std::span<const std::byte> bytes :
        {std::span<const std::byte>(message), std::span(kPadding).first(fields.padding)}) {

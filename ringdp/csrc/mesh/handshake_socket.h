@@ -1,6 +1,6 @@
-// HandshakeSocket: a connection while its two ends prove who they are. Messages come in and go out whole, with their padding, and
-// each covers those before it. What they mean is for its owner: a HandshakeAttempt or a Redialler. Nothing blocks.
-// Used by its owner's thread.
+// HandshakeSocket: a connection during its handshake. Reads and writes whole messages, with their padding; the MAC of
+// each covers those before it. Its owner interprets them: a HandshakeAttempt or a Redialler. Nothing blocks. Used by
+// its owner's thread.
 #pragma once
 
 #include <cstddef>
@@ -28,10 +28,10 @@ class HandshakeSocket {
   Read read_padding();
   bool begun() const { return filled_ > 0; }  // a message has come in part
 
-  // The message that is here; nullopt: its sender knows neither the secret nor what was said before. One that is heard is
-  // covered by those that follow.
+  // The message that was read; nullopt: its MAC is wrong. After `add_to_transcript` the MACs of later messages cover
+  // it.
   std::optional<HandshakeFields> decode(std::span<const std::byte> secret) const;
-  void heard();
+  void add_to_transcript();
 
   bool announced(std::size_t bytes);  // of padding that comes next; false: more than there may be
   std::size_t padding() const { return padding_; }

@@ -14,8 +14,8 @@
 namespace ringdp {
 namespace {
 
-// The first bytes of a file of the kernel's; empty where it cannot be read. A stream would throw where reading fails after
-// opening has not: a process may end in between.
+// The first bytes of a file of the kernel's; empty if it cannot be read. Not a stream: that would throw if the process
+// ends between open and read.
 std::string read_proc(const std::string& path) {
   Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   std::array<char, 4096> text;
@@ -41,7 +41,7 @@ struct ProcessStatus {
   int64_t started = -1;
 };
 
-// proc(5): the command stands in brackets and may hold anything; after it come the state, and as fields 20 and 22 the
+// proc(5): the command is in brackets and may contain anything; after it come the state, and as fields 20 and 22 the
 // number of threads and the time of the start.
 ProcessStatus read_status(int64_t pid) {
   ProcessStatus status;

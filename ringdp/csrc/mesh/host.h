@@ -1,5 +1,5 @@
-// What this rank knows of its host and of itself as a process: a name for messages, identities that ranks compare, and
-// whether a process of this host still lives. Any thread.
+// This rank's host and process: a name for messages, identities that ranks compare, and whether a process of this host
+// still exists. Any thread.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ std::string network_identity();
 // Equal when two ranks count as one host: `network_identity`, and `host_id` where it is set.
 std::string host_identity(const std::string& host_id);
 
-// A process as others may look it up: a number means something within its process namespace only, and may be used again,
-// so the time of its start goes along.
+// A process, for other ranks of its host. Its number is valid in its process namespace only and may be reused, so the
+// time of its start is part of it.
 struct ProcessId {
   int64_t pid = -1;
   int64_t started = -1;  // clock ticks since the host's start, proc(5)
@@ -26,8 +26,8 @@ struct ProcessId {
   bool operator==(const ProcessId&) const = default;
 };
 
-// True only when it is certain: same process namespace, and the process does not exist any more (or is a zombie). A stopped
-// or a busy process is not gone.
+// True only when it is certain: same process namespace, and the process does not exist any more (or is a zombie).
+// False for a stopped or a busy process.
 bool certainly_gone(const ProcessId& process);
 
 }  // namespace ringdp

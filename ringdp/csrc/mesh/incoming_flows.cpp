@@ -80,7 +80,7 @@ bool IncomingFlows::accept(RecvFlow& flow, const FrameHeader& header) {
   return true;
 }
 
-// The peer announces that it takes part in an operation in which it only receives from this rank, or it is in another one.
+// The peer announces an operation in which it only receives from this rank, or is in another operation.
 bool IncomingFlows::has_started(const FrameHeader& header) {
   const StartedOperation known = events_.started(header.group, header.sequence);
   if (!known.started) return false;
@@ -124,7 +124,7 @@ void IncomingFlows::advance(RecvFlow& flow, std::size_t bytes, bool last) {
   if (flow.complete()) std::erase(receiving_, &flow);
 }
 
-// In as many parts as the operation has blocks for them.
+// In one part for each of the operation's blocks.
 void IncomingFlows::hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) const {
   FlowRecord* const record = flow.work_record(bytes.size());
   if (bytes.empty())

@@ -1,8 +1,8 @@
-// IncomingFlows: the flows that a Link receives, and the frames that belong to none of them. A frame may come before this rank has
-// started its operation; then it is kept, and compared when the operation starts (check_early_frames). Every frame's fingerprint
-// is compared with this rank's own operation, so that a disagreement fails the group on all ranks instead of mixing two
-// operations' bytes. Grants what the flows can take.
-// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+// IncomingFlows: the flows that a Link receives, and the frames without a flow. A frame that comes before this rank
+// has started its operation is kept, and compared when the operation starts (check_early_frames). Every frame's
+// fingerprint is compared with this rank's own operation, so that a disagreement fails the group on all ranks instead
+// of mixing two operations' bytes. Grants what the flows can take. Owned by the Link, used by it and by its
+// LinkReceiver, on the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
@@ -36,14 +36,14 @@ class IncomingFlows {
   RecvFlow* find(uint64_t group, uint64_t sequence) const;
   // True if both sides mean the same operation, and the frame is the next piece of the flow.
   bool accept(RecvFlow& flow, const FrameHeader& header);
-  // A frame without a flow begins: whether it is to be kept, because its operation has not started here yet.
+  // A frame without a flow begins: true if it must be kept, because its operation has not started here yet.
   bool keeps(const FrameHeader& header);
-  // It has come whole. `payload` is moved from where it is kept.
+  // That frame is complete. Moves from `payload` if it is kept.
   void keep(const FrameHeader& header, std::vector<std::byte>& payload);
 
-  // `bytes` more of a flow have come; `last`: and with them a frame is whole.
+  // `bytes` more of a flow have come; `last`: they complete a frame.
   void advance(RecvFlow& flow, std::size_t bytes, bool last);
-  // Bytes that lie in a buffer, which is not the flow's own, go where the flow wants them.
+  // Copies bytes from a buffer into the flow's memory.
   void hand_over(RecvFlow& flow, uint64_t offset, std::span<const std::byte> bytes) const;
   void consume(const FrameHeader& header);  // eager payload leaves the window
 
@@ -53,7 +53,7 @@ class IncomingFlows {
  private:
   void grant(RecvFlow& flow);
   void deliver(RecvFlow& flow, const FrameHeader& header, std::span<const std::byte> bytes);
-  bool has_started(const FrameHeader& header);  // the frame's operation; compared all the same
+  bool has_started(const FrameHeader& header);  // whether the frame's operation has started; compares it in any case
   void report_mismatch(const FlowIdentity& mine, const FrameHeader& header);
 
   const Connection& connection_;

@@ -11,19 +11,19 @@ namespace {
 
 constexpr const char* kOneSecret = "give the ranks of all hosts the same file (--secret-file, RINGDP_SECRET_FILE)";
 
-// The words of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
-std::pair<std::string, std::string> different_words(const std::string& theirs, const std::string& mine) {
-  auto missing_in = [](const std::vector<std::string>& other, const std::vector<std::string>& words) {
+// The items of `theirs` and `mine` ("name=value", one per name) that differ: {"a=1 b=2", "a=3 b=4"}.
+std::pair<std::string, std::string> different_items(const std::string& theirs, const std::string& mine) {
+  auto missing_in = [](const std::vector<std::string>& other, const std::vector<std::string>& items) {
     std::vector<std::string> out;
-    for (const std::string& word : words)
-      if (std::find(other.begin(), other.end(), word) == other.end()) out.push_back(word);
+    for (const std::string& item : items)
+      if (std::find(other.begin(), other.end(), item) == other.end()) out.push_back(item);
     return join(out, " ");
   };
   auto left = split(theirs, ' '), right = split(mine, ' ');
   return {missing_in(right, left), missing_in(left, right)};
 }
 
-// Proves in the store that a rank holds the same secret, without showing it.
+// Shows in the store that a rank has the same secret, without revealing it.
 std::string secret_check(const std::vector<std::byte>& secret) {
   return hex_encode(hmac_sha256(secret, std::as_bytes(std::span("ringdp secret check", 19))));
 }
@@ -68,7 +68,7 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
     problem = "RINGDP_STREAMS differs: " + field(record, "streams") + " at rank 0, " + streams_text(options.streams) +
               " at " + self;
   if (problem.empty() && field(record, "tables") != options.tables) {
-    auto [theirs, mine] = different_words(field(record, "tables"), options.tables);
+    auto [theirs, mine] = different_items(field(record, "tables"), options.tables);
     problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +
               mine + " at " + self + " (" + options.tables_source + "); give all ranks the same RINGDP_TUNING";
   }

@@ -1,5 +1,5 @@
-// Job: the record that rank 0 publishes so that all ranks mean the same job, and the comparison by which a rank explains an
-// honest mistake (another version, world size, restart count, secret). Value types, any thread.
+// Job: the record of the job that rank 0 publishes, and its comparison with another rank's settings, which names the
+// difference (version, world size, restart count, secret). Value types, any thread.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Job {
 // Rank 0: a new job and its record; the secret itself is in it only if the launcher gave none.
 Job make_job(const RendezvousOptions& options, Record& record);
 
-// Any other rank. On disagreement `problem` names the difference, in a text that is true on every rank.
+// Any other rank. If they differ, `problem` names the difference in a text that is true on every rank.
 Job join_job(const Record& record, const RendezvousOptions& options, std::string& problem);
 
 }  // namespace ringdp

@@ -7,7 +7,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kLastWordsBytes = 1024 * 1024;  // read at a time
+constexpr std::size_t kLastFramesBytes = 1024 * 1024;  // read at a time
 
 }  // namespace
 
@@ -73,11 +73,11 @@ void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answe
     sender_.control(FrameHeader::of(FrameType::kPong, group, sequence, stacks ? kWithStacks : 0), answer);
 }
 
-// The peer may be gone, and its last frames explain why; or it still sends, and what its kernel is told has arrived
-// must be read.
+// If the peer has ended, its last frames explain why. If it still sends, the bytes that this kernel acknowledges must
+// be read.
 void Link::on_send_failed(int error_number) {
   if (!direct()) repair_.drain();
-  while (!departed() && receiver_.pump(kLastWordsBytes)) {
+  while (!departed() && receiver_.pump(kLastFramesBytes)) {
   }
   if (departed()) return;
   try {

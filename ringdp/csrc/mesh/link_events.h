@@ -1,4 +1,4 @@
-// LinkEvents: what a Link tells its owner, on the thread that drives the engine.
+// LinkEvents: a Link's calls to its owner, on the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace ringdp {
 
-// Whether this rank has started an operation, and what it was; null when it is long over.
+// Whether this rank has started an operation, and its description; null if the operation ended long ago.
 struct StartedOperation {
   bool started = false;
   const FlowIdentity* identity = nullptr;
@@ -24,9 +24,9 @@ struct LinkEvents {
   std::function<void(int peer, const std::string& reason)> departed;  // the peer said goodbye
   std::function<void(int peer, uint64_t group, uint64_t sequence, bool with_stacks)> asked;
   std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
-  std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> told_stacks = {};
+  std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> on_stacks = {};
   std::function<StartedOperation(uint64_t group, uint64_t sequence)> started;
-  std::function<void(int peer)> wanted = {};  // a connection, by a link that waits for one
+  std::function<void(int peer)> wanted = {};  // the link needs a connection
 };
 
 }  // namespace ringdp

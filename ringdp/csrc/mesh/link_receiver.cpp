@@ -13,7 +13,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kStageBytes = 16 * 1024;          // read-ahead: several small frames in one system call
-constexpr std::size_t kDirectStretchBytes = 64 * 1024;  // used up between two words to the sender that there is room
+constexpr std::size_t kDirectStretchBytes = 64 * 1024;  // consumed before the sender is notified of the room
 
 }  // namespace
 
@@ -86,15 +86,15 @@ bool LinkReceiver::throw_away() {
 void LinkReceiver::on_closed(int error_number) {
   if (connection_.departed()) return;
   if (connection_.made_late() && bytes_received() == 0) {
-    // It may have left in good order before it knew of this connection.
+    // The peer may have left in good order before it had this connection.
     connection_.depart();
     return events_.departed(connection_.peer().rank, "it ended while they were being connected");
   }
-  if (connection_.damaged()) return connection_.depart();  // nothing more to be said on it: the error was told
+  if (connection_.damaged()) return connection_.depart();  // nothing more is sent on it: the error was reported
   connection_.fail_closed(error_number);
 }
 
-// Uses up staged bytes by one step: a header, or payload. False when it needs more from the channel.
+// Processes staged bytes: a header, or payload. False if it needs more from the channel.
 bool LinkReceiver::take_from_stage() {
   std::size_t staged = stage_end_ - stage_begin_;
   if (!current_) {
@@ -143,7 +143,7 @@ bool LinkReceiver::pump_direct(std::size_t budget_bytes) {
   return moved > 0;
 }
 
-// Frames, or parts of one, straight out of the transport's memory; a stretch at a time, so that its room is soon free.
+// Processes frames, or parts of one, in the transport's memory, a stretch at a time, so that its room is free soon.
 std::size_t LinkReceiver::take_direct(std::span<const std::byte> bytes) {
   std::size_t used = 0;
   while (used < kDirectStretchBytes && !connection_.departed()) {
@@ -230,7 +230,7 @@ void LinkReceiver::finish_payload() {
     connection_.fail_damaged("the " + std::to_string(header.length) +
                              " bytes of a frame from it are not as they were sent (CRC32C)");
   ++frames_;
-  sender_.heard();
+  sender_.note_received();
   current_.reset();
   std::span<std::byte> filled = std::exchange(target_, {});
   target_filled_ = 0;
@@ -255,7 +255,7 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
     case FrameType::kData:
       break;
     case FrameType::kCredit:
-      if (header.offset == kByeHeard && sender_.said_bye()) connection_.depart();
+      if (header.offset == kByeRead && sender_.said_bye()) connection_.depart();
       break;
     case FrameType::kGrant:
       flows_.on_grant(header);
@@ -277,8 +277,8 @@ void LinkReceiver::finish_control(const FrameHeader& header, std::span<const std
     case FrameType::kPong:
       if (header.offset != kWithStacks)
         events_.answered(peer, header.group, header.sequence, PeerState::decode(payload));
-      else if (events_.told_stacks)
-        events_.told_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
+      else if (events_.on_stacks)
+        events_.on_stacks(peer, header.group, header.sequence, std::string(text_of(payload)));
       break;
   }
 }

@@ -1,7 +1,7 @@
-// LinkReceiver: the receiving half of a Link: it takes bytes from the channel and puts frames back together. A flow's payload goes
-// straight from the channel into the operation's memory where the flow has room for it (`incoming`, `arrived`), else into
-// `spare_`; a direct channel's frames are read where they lie (`take`).
-// Owned by the Link, used by it on the thread that drives the engine.
+// LinkReceiver: the receiving half of a Link: it reads bytes from the channel and parses frames. A flow's payload goes
+// straight from the channel into the operation's memory where the flow has room for it (`incoming`, `arrived`), else
+// into `spare_`; a direct channel's frames are read where they lie (`take`). Owned by the Link, used by it on the
+// thread that drives the engine.
 #pragma once
 
 #include <atomic>
@@ -27,13 +27,13 @@ class LinkReceiver {
       : connection_(connection), sender_(sender), flows_(flows), events_(events) {}
 
   void opened(bool checksums);                 // the connection has a channel
-  void interrupted();                          // and it has gone: what has come of a frame will come again
+  void interrupted();                          // its channel was destroyed: an incomplete frame will be sent again
   uint64_t frames() const { return frames_; }  // that have come whole, on a channel that is not direct
-  void detach(RecvFlow& flow);                 // its memory may be gone: the rest of a payload goes nowhere
+  void detach(RecvFlow& flow);                 // its memory may be freed: the rest of a payload is dropped
 
   bool pump(std::size_t budget_bytes);  // true if anything was received
-  // The channel has ended; `error_number` 0: in good order, but without a goodbye. Throws why, unless the peer may have left
-  // in order.
+  // The channel has ended; `error_number` 0: the stream ended in order, but without a goodbye. Throws the reason,
+  // unless the peer may have left in good order.
   void on_closed(int error_number);
   uint64_t bytes_received() const { return bytes_received_.load(std::memory_order_relaxed); }  // any thread
 
@@ -41,8 +41,8 @@ class LinkReceiver {
   bool pump_stream(std::size_t budget_bytes);
   bool take_from_stage();  // false: more bytes are needed
   bool pump_direct(std::size_t budget_bytes);
-  std::size_t take_direct(std::span<const std::byte> bytes);  // how many it has used up
-  bool throw_away();                                          // the bytes that come on a damaged link
+  std::size_t take_direct(std::span<const std::byte> bytes);  // how many it has consumed
+  bool throw_away();                                          // drops the bytes that come on a damaged link
 
   void begin_frame(const std::byte* head);
   void begin_data(const FrameHeader& header);
@@ -61,8 +61,8 @@ class LinkReceiver {
   std::span<std::byte> target_;
   std::size_t target_filled_ = 0;
   RecvFlow* target_flow_ = nullptr;
-  std::vector<std::byte> spare_;  // target of payloads without a flow, yet or any more
-  bool dropping_ = false;         // the payload goes nowhere
+  std::vector<std::byte> spare_;  // target of payloads without a flow
+  bool dropping_ = false;         // the payload is discarded
   uint64_t frames_ = 0;
   std::atomic<uint64_t> bytes_received_{0};
 };

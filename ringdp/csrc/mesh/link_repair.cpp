@@ -23,7 +23,7 @@ void LinkRepair::stop_sending() {
 
 void LinkRepair::drain() {
   while (connection_.connected() && connection_.usable() && has_more(connection_.channel())) {
-    connection_.channel().noticed();  // it may only have room
+    connection_.channel().noticed();  // its descriptor may be readable for room only
     if (!receiver_.pump(kDrainBytes)) return;
   }
 }

@@ -1,8 +1,7 @@
-// LinkRepair: how a connection that has broken is made again. In the meantime its Link works as one that waits for its first
-// connection: it keeps what it has to send. Each side says how many frames it has taken; the other sends the rest again. So
-// that a frame which one side has forgotten is never missing on the other, neither forgets any while the other may not have
-// read all that its host acknowledged: `hold` on both sides comes before `settle` on either (mesh/redialler.h).
-// Owned by a Link, used by its owner on the thread that drives the engine.
+// LinkRepair: replaces a broken connection. Until then its Link queues frames, as before its first connection. Each
+// side says how many frames it has received; the other sends the rest again. Neither side may drop a sent frame before
+// the peer has read it (not only its kernel acknowledged it): so `hold` on both sides comes before `settle` on either
+// (mesh/redialler.h). Owned by a Link, used by its owner on the thread that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +19,19 @@ class LinkRepair {
   LinkRepair(Connection& connection, LinkSender& sender, LinkReceiver& receiver, bool on)
       : connection_(connection), sender_(sender), receiver_(receiver), on_(on) {}
 
-  // Whether its connection is made again when it breaks. Shared memory does not break.
+  // Whether its connection is replaced when it breaks. Shared memory does not break.
   bool possible() const {
     return on_ && connection_.usable() && (connection_.connected() || connection_.healing()) && !connection_.direct();
   }
-  void hold() { connection_.hold(); }  // nothing is sent on this channel any more, nor forgotten
-  void stop_sending();                 // nothing can be: the peer hears the end, what it still sends is read
-  void drain();                        // takes in what has come on it; throws ConnectionBroken where it had ended
-  void interrupt();                    // the channel goes
+  void hold() { connection_.hold(); }  // from now on this channel sends nothing, and no sent frame is dropped
+  // closes the sending side: the peer sees the end, and what it still sends is read
+  void stop_sending();
+  void drain();      // reads what has come on it; throws ConnectionBroken if it had ended
+  void interrupt();  // destroys the channel
   uint64_t frames_taken() const { return receiver_.frames(); }
-  // To a peer that has taken so many. False: one that it lacks is not here any more.
+  // To a peer that has received `taken` frames. False: a frame that it lacks was dropped here.
   bool resume(std::unique_ptr<Channel> channel, uint64_t taken);
-  void add_stream(Fd socket);  // to the channel that it has resumed with, if that is whole
+  void add_stream(Fd socket);  // to the channel of `resume`, if that is intact
 
  private:
   Connection& connection_;

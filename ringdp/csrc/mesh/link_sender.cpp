@@ -8,9 +8,9 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // leaves in no time
+constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // sent at once
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
-constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // questions and answers kept for a peer that does not read
+constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // pings and pongs queued for a peer that does not read
 constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
 constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
@@ -29,7 +29,7 @@ void LinkSender::opened(bool checksums) {
   for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
 }
 
-// What was staged is kept: for its operations it has left.
+// Staged frames are kept: their operations count them as sent.
 void LinkSender::interrupted() {
   wished_ = true;
   blocked_ = false;
@@ -40,18 +40,18 @@ void LinkSender::interrupted() {
 bool LinkSender::resumed(uint64_t taken) {
   if (!kept_->rewind(taken)) return false;
   stream_sent_ = 0;
-  heard_ = false;
+  received_ = false;
   unsent_is_limited_ = false;
   window_.bulk_rate() = BulkRate();
-  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // by which it hears that this rank reads; by a goodbye, too
+  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // it shows the peer that this rank reads, as a goodbye does
   for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
   return true;
 }
 
 void LinkSender::look_what_arrived() {
-  // Otherwise the peer says what has, or may give up this channel before it has read from it.
-  // The goodbye is the last: what lies at the peer's host unread may be lost, and this rank has left by then.
-  if (!connection_.connected() || connection_.healing() || !heard_ || said_bye_) return;
+  // Otherwise the peer reports what it has received, or may close this channel before it has read from it. The goodbye
+  // is the last frame: bytes that the peer has not read may be lost, and this rank has left by then.
+  if (!connection_.connected() || connection_.healing() || !received_ || said_bye_) return;
   const uint64_t lost = connection_.channel().undelivered();
   kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
 }
@@ -120,11 +120,11 @@ void LinkSender::say_bye(const std::string& reason) {
   said_bye_ = true;
 }
 
-// Where something is half sent this waits for nothing: who leaves does not wait for long.
+// With a frame half sent this does not wait: a rank that leaves does not wait for long.
 void LinkSender::answer_bye() {
   if (!connection_.connected() || connection_.direct() || connection_.healing()) return;
   if (said_bye_ || frame_under_way() || (kept_ && kept_->rewound())) return;
-  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeHeard);
+  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeRead);
   header.credit = consumed_;
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head;
   check_.write_head(header, {}, head.data());

@@ -1,8 +1,8 @@
-// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a time.
-// Flows of bulk operations go where no other can, in short frames, as fast as a BulkRate says, and little of them waits in the system
-// unsent. A
-// flow goes as far as the SendWindow lets it: so small messages need no round trip, and a slow rank holds large ones back.
-// Owned by the Link, used by it and by its LinkReceiver, on the thread that drives the engine.
+// LinkSender: the sending half of a Link: control frames first, then the flows, oldest operation first, one frame at a
+// time. Flows of bulk operations are sent when no other flow can be, in short frames, at the rate of a BulkRate, and
+// few of their bytes are queued in the kernel. The SendWindow limits each flow: small messages need no round trip, and
+// a slow rank holds large ones back. Owned by the Link, used by it and by its LinkReceiver, on the thread that drives
+// the engine.
 #pragma once
 
 #include <sys/uio.h>
@@ -31,8 +31,8 @@ namespace ringdp {
 class LinkSender {
  public:
   struct Events {
-    std::function<void()> wanted;                  // a connection, where there is none
-    std::function<void(int error_number)> closed;  // the channel took nothing: the peer is gone
+    std::function<void()> wanted;                  // called if a frame waits and there is no connection
+    std::function<void(int error_number)> closed;  // the channel has ended
   };
 
   // `segment_bytes`: the longest payload of a frame, at most kSegmentBytes. `heals`: what was sent is kept until it has
@@ -41,30 +41,30 @@ class LinkSender {
       : connection_(connection), events_(std::move(events)), segment_bytes_(segment_bytes), heals_(heals) {}
 
   void opened(bool checksums);  // the connection has a channel
-  void wish();                  // for a connection, where there is none
+  void wish();                  // asks for a connection if there is none
 
-  void interrupted();  // the channel has gone; its frames are kept
-  // There is another one, to a peer that has taken so many frames: the rest goes again. False: they are not here any more.
+  void interrupted();  // the channel was destroyed; its frames are kept
+  // A new channel, to a peer that has received so many frames: the rest is sent again. False: they were dropped here.
   bool resumed(uint64_t taken);
-  void heard() { heard_ = true; }  // a frame has come on this channel: the peer reads it
+  void note_received() { received_ = true; }  // a frame has come on this channel: the peer reads it
 
   void attach(SendFlow& flow);
-  // Its operation ends, perhaps early: its memory is not read any more, and a frame half sent is finished.
+  // The flow's operation has ended or failed: its memory is no longer read; a frame half sent is finished from a copy.
   void detach(SendFlow& flow);
-  // This part of its operation's memory is going to be overwritten, as far as it was sent.
+  // This part of the operation's memory will be overwritten: frames that were sent from it are copied.
   void will_change(const SendFlow& flow, std::span<const std::byte> memory);
   SendWindow& window() { return window_; }
 
   void control(FrameHeader header, const std::string& payload = {});
-  void say_bye(const std::string& reason);  // nothing is sent behind it; it is kept until the peer has heard it
+  void say_bye(const std::string& reason);  // the last frame; it is kept until the peer has read it
   bool said_bye() const { return said_bye_; }
-  void answer_bye();      // the peer's has been read: now, or never
-  bool may_talk() const;  // questions and answers are not kept without bound
+  void answer_bye();      // after the peer's goodbye was read: sent now or not at all
+  bool may_talk() const;  // false: too many pings and pongs are queued
 
-  // What the receiving half hears and does.
+  // Called by the receiving half.
   bool grant(const FrameHeader& header);  // false: there is no such flow
-  // Eager payload of the peer has left the window here; the next frame tells it so, or a frame of its own once half the window
-  // is due.
+  // Eager payload of the peer has left the window here; the next frame carries the credit, or a frame of its own once
+  // half the window is due.
   void consumed(uint32_t bytes);
 
   bool pump();  // true if anything was sent
@@ -88,9 +88,9 @@ class LinkSender {
   const bool heals_;
   std::optional<ResendQueue> kept_;
   uint64_t stream_sent_ = 0;  // bytes, on this channel
-  bool heard_ = true;
+  bool received_ = true;
   bool wished_ = false;
-  std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the connection that is to come
+  std::vector<std::pair<FrameHeader, std::string>> waiting_;  // control frames, for the next connection
   bool said_bye_ = false;
 
   // `head_` holds control frames and the header of the data frame whose payload is `payload_`.
@@ -103,11 +103,11 @@ class LinkSender {
   std::size_t padding_ = 0;       // behind `payload_`, of a direct channel
   SendFlow* payload_flow_ = nullptr;
   bool unsent_is_limited_ = false;
-  std::vector<std::byte> orphan_;  // owns `payload_` when its operation is gone
+  std::vector<std::byte> orphan_;  // owns `payload_` once its operation has ended
   bool blocked_ = false;
 
   SendWindow window_;
-  uint32_t consumed_ = 0;  // eager bytes of the peer used up here
+  uint32_t consumed_ = 0;  // eager bytes of the peer consumed here
   uint32_t consumed_reported_ = 0;
 
   std::atomic<uint64_t> bytes_sent_{0};

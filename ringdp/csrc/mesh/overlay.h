@@ -1,6 +1,6 @@
-// Which pairs of ranks are connected from the start. In a small job all are. In a large one a rank begins with a few others,
-// along which the news of a failure reaches every rank in some log2(n) steps, and connects to the rest when it needs them.
-// Pure functions, any thread.
+// Which pairs of ranks are connected from the start. In a small job all are. In a large one a rank starts with
+// connections to a few others, over which a failure reaches every rank in some log2(n) steps, and connects to the rest
+// when it needs them. Pure functions, any thread.
 #pragma once
 
 #include <vector>

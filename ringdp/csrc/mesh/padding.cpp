@@ -9,7 +9,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int64_t kPatienceMs = 7000;   // with the rest, all ranks know within ten seconds
+constexpr int64_t kPatienceMs = 7000;   // in all, every rank has the error within ten seconds
 constexpr int64_t kProbingMs = 20'000;  // where Linux looks for a size that passes: that takes it 3 to 13 s
 
 }  // namespace

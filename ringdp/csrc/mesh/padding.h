@@ -1,5 +1,5 @@
-// The padding of a handshake: a packet each way, as large as the connection sends them, by which ranks learn whether the path
-// between them passes such packets. Used by a HandshakeAttempt and a Redialler, on their threads.
+// The padding of a handshake: a packet each way, as large as the connection sends them, by which ranks learn whether
+// the path between them passes such packets. Used by a HandshakeAttempt and a Redialler, on their threads.
 #pragma once
 
 #include <cstdint>

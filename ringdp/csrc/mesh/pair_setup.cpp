@@ -58,10 +58,10 @@ void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {
   cut_ = false;
   const bool lower = terms_.self < terms_.peer;
   if (lower && stage_ == Stage::kAwaitAnswer) say(offer_);
-  if (negotiates_ && settled() && !memory_) say({.type = SharedType::kRefused, .reason = problem_});
+  if (negotiates_ && decided() && !memory_) say({.type = SharedType::kRefused, .reason = problem_});
 }
 
-// Both directions: the other end may not have noticed.
+// Both directions: the other end may not have seen the end.
 void PairSetup::end_tcp() {
   cut_ = true;
   shutdown(tcp_.get(), SHUT_RDWR);
@@ -92,7 +92,7 @@ void PairSetup::offer(FdSocket& fd_socket) {
 }
 
 void PairSetup::hand_out(FdSocket::Client client) {
-  if (stage_ != Stage::kAwaitAnswer) return;  // it gave up meanwhile
+  if (stage_ != Stage::kAwaitAnswer) return;  // the pair was settled meanwhile
   SharedMessage reply;
   reply.type = SharedType::kMemory;
   reply.reason = stranger_text(terms_, client.credentials);
@@ -105,7 +105,7 @@ void PairSetup::hand_out(FdSocket::Client client) {
     client.socket = std::move(unix_socket_);
   }
   reply.type = SharedType::kRefused;
-  send_shared_message(client.socket.get(), reply);  // where that fails, too, the end of the connection says it
+  send_shared_message(client.socket.get(), reply);  // if that fails too, the peer sees the end of the connection
 }
 
 // ---- The higher rank ----
@@ -127,7 +127,7 @@ void PairSetup::on_offer() {
 void PairSetup::connect() {
   int error_number = 0;
   unix_socket_ = connect_fd_socket(offer_.name, error_number);
-  if (!unix_socket_ && (error_number == EAGAIN || error_number == EINTR)) return;  // many wait there
+  if (!unix_socket_ && (error_number == EAGAIN || error_number == EINTR)) return;  // its backlog is full
   if (!unix_socket_) return fail("a Unix socket: " + errno_text(error_number));
   std::string problem = stranger_text(terms_, credentials_of(unix_socket_.get()));
   if (!problem.empty()) return refuse(problem);
@@ -154,26 +154,27 @@ void PairSetup::on_memory(const SharedMessage& reply) {
 
 // ---- Both ----
 
-std::optional<SharedMessage> PairSetup::hear(int fd) {
-  return fd == unix_socket_.get() ? hear_unix() : fd == tcp_.get() && !cut_ ? hear_tcp() : std::nullopt;
+std::optional<SharedMessage> PairSetup::receive(int fd) {
+  return fd == unix_socket_.get() ? receive_unix() : fd == tcp_.get() && !cut_ ? receive_tcp() : std::nullopt;
 }
 
 std::optional<SharedMessage> PairSetup::given_up_or(const SharedMessage& message) {
   auto why = GivenUp::from(message);
   if (!why) return message;
   report(true, "it gave up");
-  trouble_->given_up = std::move(why);
+  failure_->given_up = std::move(why);
   return std::nullopt;
 }
 
-std::optional<SharedMessage> PairSetup::hear_tcp() {
+std::optional<SharedMessage> PairSetup::receive_tcp() {
   switch (tcp_reader_.read(tcp_.get())) {
     case SharedReader::Status::kWaiting:
       return std::nullopt;
     case SharedReader::Status::kClosed:
       end_tcp();
-      // A peer that has accepted the memory closes this connection as soon as all are ready: it said so before.
-      return stage_ == Stage::kAwaitAnswer && unix_socket_ ? hear_unix() : std::nullopt;
+      // A peer that has accepted the memory closes this connection as soon as all are ready; it has sent kAccepted
+      // before.
+      return stage_ == Stage::kAwaitAnswer && unix_socket_ ? receive_unix() : std::nullopt;
     case SharedReader::Status::kNonsense:
       report(false, "it sent something that is not part of the set-up");
       return std::nullopt;
@@ -184,14 +185,14 @@ std::optional<SharedMessage> PairSetup::hear_tcp() {
   if (!message) return std::nullopt;
   const bool offered = terms_.peer < terms_.self && negotiates_ && stage_ != Stage::kAwaitOffer &&
                        message->type == SharedType::kOffer && message->token == offer_.token;
-  const bool refused = message->type == SharedType::kRefused && negotiates_ && settled() && !memory_;
-  if (offered || refused) return std::nullopt;  // it was said before, on a connection that has ended
-  if (settled()) return message;
+  const bool refused = message->type == SharedType::kRefused && negotiates_ && decided() && !memory_;
+  if (offered || refused) return std::nullopt;  // a repetition, after a connection that has ended
+  if (decided()) return message;
   on_message(*message);
   return std::nullopt;
 }
 
-std::optional<SharedMessage> PairSetup::hear_unix() {
+std::optional<SharedMessage> PairSetup::receive_unix() {
   const SharedReader::Status status = unix_reader_.read(unix_socket_.get());
   if (status == SharedReader::Status::kWaiting) return std::nullopt;
   const bool message = status == SharedReader::Status::kMessage;
@@ -206,7 +207,7 @@ std::optional<SharedMessage> PairSetup::hear_unix() {
   } else if (message && unix_reader_.message().type == SharedType::kAccepted) {
     use_memory();
   } else {
-    unix_socket_.reset();  // it refuses, and says why on the other connection
+    unix_socket_.reset();  // the peer refuses, and sends the reason on the other connection
   }
   return std::nullopt;
 }
@@ -241,12 +242,12 @@ void PairSetup::refuse(const std::string& reason) {
   negotiates_ = true;
   SharedMessage message;
   message.reason = reason;
-  use_fallback(SharedMessage::decode(message.encode())->reason);  // the peer's words are cut, so are these
+  use_fallback(SharedMessage::decode(message.encode())->reason);  // cut as the peer's text is
   say(message);
 }
 
 void PairSetup::use_fallback(const std::string& reason) {
-  stage_ = Stage::kSettled;
+  stage_ = Stage::kDecided;
   problem_ = reason.empty() ? "no reason was given" : reason;
   handout_.reset();
   memory_.reset();
@@ -254,12 +255,12 @@ void PairSetup::use_fallback(const std::string& reason) {
 }
 
 void PairSetup::use_memory() {
-  stage_ = Stage::kSettled;
+  stage_ = Stage::kDecided;
   handout_.reset();
 }
 
 void PairSetup::report(bool lost, const std::string& text) {
-  if (!trouble_) trouble_ = Trouble{terms_.peer, lost, text};
+  if (!failure_) failure_ = Failure{terms_.peer, lost, text};
 }
 
 std::unique_ptr<Channel> PairSetup::take(const Transport& without_memory) {

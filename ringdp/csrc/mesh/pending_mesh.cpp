@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "base/text.h"
+#include "mesh/connection_thread.h"
 #include "mesh/frame_check.h"
-#include "mesh/late_connections.h"
 
 namespace ringdp {
 
@@ -15,7 +15,7 @@ PendingMesh::PendingMesh(Store& store, const RendezvousOptions& options)
 }
 
 Mesh PendingMesh::take() {
-  if (taken_) throw Error(ErrorKind::kState, "the connections of this meeting are in use already");
+  if (taken_) throw Error(ErrorKind::kState, "the connections of this PendingMesh were taken already");
   taken_ = true;
   return std::exchange(mesh_, {});
 }
@@ -34,7 +34,7 @@ void PendingMesh::close(const std::string& reason) {
     check.write_head(header, std::as_bytes(std::span(payload)), head.data());
     const std::string bytes = peer.channel->direct() ? payload + padding : payload;
     std::array<iovec, 2> pieces{{{head.data(), check.head_bytes()}, {const_cast<char*>(bytes.data()), bytes.size()}}};
-    peer.channel->send(pieces);  // the first bytes on it: there is room, or the peer is gone
+    peer.channel->send(pieces);  // the first bytes on it: there is room, unless the peer has ended
     peer.channel.reset();
   }
 }

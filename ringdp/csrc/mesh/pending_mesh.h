@@ -1,5 +1,5 @@
-// PendingMesh: ranks that have met and stay connected before they choose a backend. Each brings a short text (`hello`) that all
-// others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
+// PendingMesh: the connections after the rendezvous, before the ranks choose a backend. Each rank has a short text
+// (`hello`) that all others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
 #pragma once
 
 #include <string>
@@ -22,12 +22,12 @@ class PendingMesh {
 
   bool taken() const { return taken_; }
   Mesh take();  // the connections, once; Error(kState) the second time
-  // Says goodbye, with the reason, so that the other ranks do not take it for a death; idempotent.
+  // Sends a goodbye with the reason, so that the other ranks do not report a death; idempotent.
   void close(const std::string& reason = "");
 
  private:
   int rank_;
-  Mesh mesh_;  // nothing is left of it when it was taken
+  Mesh mesh_;  // empty once it was taken
   std::vector<std::string> hellos_;
   bool taken_ = false;
 };

@@ -8,8 +8,8 @@
 #include "base/error.h"
 #include "base/sha256.h"
 #include "mesh/addresses.h"
-#include "mesh/introductions.h"
 #include "mesh/job.h"
+#include "mesh/peer_records.h"
 #include "mesh/record.h"
 
 namespace ringdp {
@@ -52,8 +52,8 @@ Record read_handle(const std::string& handle, std::size_t place, std::size_t cou
   return record;
 }
 
-// What is known of the members without a store. It reaches nobody else: a rank that gives up closes its connections, by which
-// the others know.
+// The members' records in place of a store. Writes reach no other rank: a rank that gives up closes its connections,
+// which the others see.
 class HandleStore final : public Store {
  public:
   HandleStore(std::vector<std::string> records, std::string job) : records_(std::move(records)), job_(std::move(job)) {}
@@ -66,12 +66,12 @@ class HandleStore final : public Store {
     const auto slash = key.find('/');
     const int64_t rank = slash == std::string::npos ? -1 : number(key.substr(slash + 1));
     if (rank < 0 || rank >= static_cast<int64_t>(records_.size())) return std::nullopt;
-    if (key.starts_with("heard/")) return "";  // nobody is waited for
+    if (key.starts_with("heard/")) return "";  // no rank is waited for
     return records_[static_cast<std::size_t>(rank)];
   }
 
  private:
-  std::vector<std::string> records_;  // by rank: who it is and where
+  std::vector<std::string> records_;  // by rank: identity and addresses
   std::string job_;
   std::string trouble_;  // of this rank
 };
@@ -79,7 +79,7 @@ class HandleStore final : public Store {
 }  // namespace
 
 Reconfiguration::Reconfiguration(RendezvousOptions options) : options_(std::move(options)) {
-  options_.epoch = 0;  // ranks of different launchers may come together
+  options_.epoch = 0;  // ranks of different launchers may form a group
   options_.full_mesh_ranks = std::numeric_limits<int>::max();
   options_.heals = false;
   options_.hello.clear();
@@ -102,7 +102,7 @@ const std::string& Reconfiguration::handle() {
   std::sort(ips.begin(), ips.end());
   ips.erase(std::unique(ips.begin(), ips.end()), ips.end());
   listeners_ = open_listeners(ips, options_.port_low, options_.port_high, kBacklog);
-  Record record = introduction(options_);
+  Record record = own_record(options_);
   RendezvousOptions settings = options_;
   settings.job.emplace();
   Record shared;
@@ -127,7 +127,7 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
                     " was already used for this process group: each attempt needs a new one, the same "
                     "on all of its members");
   const std::string attempt = "reconfigure (uuid " + std::to_string(given.uuid) + ")";
-  handle();  // the others need somewhere to connect to
+  handle();  // the other members connect to its listeners
   std::vector<Member> members;
   for (std::size_t i = 0; i < given.handles.size(); ++i)
     members.push_back({given.handles[i], read_handle(given.handles[i], i, given.handles.size())});
@@ -168,7 +168,7 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
     throw Error(ErrorKind::kValue, attempt + ": this rank's own handle is not among the " +
                                        std::to_string(given.handles.size()) +
                                        " given: only the members of the new group call it, each with all handles");
-  // Of this attempt alone: what is left of another one proves nothing here.
+  // For this attempt only: a message of another attempt does not authenticate here.
   const Digest attempt_secret = hmac_sha256(secret, bytes_of(joined));
   RendezvousOptions options = options_;
   options.rank = outcome.rank;

@@ -9,8 +9,8 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstPause{10};  // between two attempts at one address
 constexpr milliseconds kLongestPause{200};
-constexpr milliseconds kHeadStart{50};  // of the address that was in use, before the others
-constexpr int kKnockRefusals = 2;       // at some address, where others do not answer
+constexpr milliseconds kHeadStart{50};  // for the address that was in use
+constexpr int kKnockRefusals = 2;       // at one address, while others do not answer
 constexpr const char* kAnswered = "it answered";
 
 }  // namespace
@@ -37,7 +37,7 @@ void RedialTries::failed(std::size_t address, const std::string& why, bool refus
   if (!why.empty()) tries_[address].why = why;
 }
 
-// One that listened where it was dialled before, or at all of its addresses.
+// Refused at the address that was dialled before, or at all addresses.
 bool RedialTries::process_has_ended() const {
   if (tries_.empty()) return false;
   if (std::all_of(tries_.begin(), tries_.end(), [](const Try& it) { return it.refused; })) return true;

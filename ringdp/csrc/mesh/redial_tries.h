@@ -1,6 +1,6 @@
-// RedialTries: how it went at the addresses of a peer whose connection is made again: when to dial which next, and whether its process
-// has ended, since its host refuses what it accepted before. Bookkeeping only, time comes in from outside.
-// Owned by a Redialler, used by its thread.
+// RedialTries: the results of dialling a peer's addresses to replace its connection: which to dial next and when, and
+// whether its process has ended, since its host refuses connections that it accepted before. Bookkeeping only, time
+// comes in from outside. Owned by a Redialler, used by its thread.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +14,13 @@ namespace ringdp {
 
 class RedialTries {
  public:
-  // `dials`: else this side only knocks. The first address is the one that was in use.
+  // `dials`: false if this side only knocks. The first address is the one that was in use.
   void restart(std::size_t addresses, bool dials, Clock::time_point now);
 
   bool due(std::size_t address, Clock::time_point now) const { return now >= tries_[address].next; }
   void begun(std::size_t address, Clock::time_point now);
   void connected(std::size_t address);
-  void failed(std::size_t address, const std::string& why, bool refused);  // `why`: empty, as it was
+  void failed(std::size_t address, const std::string& why, bool refused);  // `why`: empty keeps the last reason
 
   bool process_has_ended() const;
   std::string text(const std::vector<SocketAddress>& addresses) const;  // what was tried

@@ -15,11 +15,12 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kConnecting{1000};      // a lost SYN is not sent again before that
-constexpr milliseconds kAnswer{2000};          // what the other side may take for its next word
-constexpr milliseconds kStreamAnswer{10'000};  // where that is only one of several connections
-constexpr milliseconds kStep{1500};            // what a step may take once both have stopped sending: then again
-constexpr milliseconds kSilent{1500};          // that the engine's word of a silent host holds
-constexpr std::ptrdiff_t kMostLetIn = 8;    // of one peer that have proved nothing yet: more are a replay of its hello
+constexpr milliseconds kAnswer{2000};          // how long the other side may take for its next message
+constexpr milliseconds kStreamAnswer{10'000};  // the same for a further connection of the pair
+// how long a step may take once both have stopped sending; then it is repeated
+constexpr milliseconds kStep{1500};
+constexpr milliseconds kSilent{1500};       // how long the engine's report of a silent host is valid
+constexpr std::ptrdiff_t kMostLetIn = 8;    // unconfirmed, of one peer: more are a replay of its hello
 constexpr std::ptrdiff_t kMostDialled = 5;  // at one address at a time
 
 bool connected_now(int fd) {
@@ -47,7 +48,7 @@ bool Redialler::busy() const {
 
 void Redialler::heal(int peer, bool broken) {
   const auto now = Clock::now();
-  if (!broken && now < at(peer).done_at + kSilent) return;  // said before it came about
+  if (!broken && now < at(peer).done_at + kSilent) return;  // reported before the new connection was established
   open(peer, broken, now + (broken ? heal_ : kSilent));
 }
 
@@ -78,7 +79,7 @@ void Redialler::close(int peer) {
 void Redialler::take(Connector::Resumption resumption) {
   Case& it = at(resumption.peer);
   if (!resumption.socket) {
-    // It knows of the last connection that came about. A knock that is sent again later does not.
+    // The knock has the number of the last established connection; a replayed one has not.
     if (!it.open && resumption.number == it.done) heal(resumption.peer, false);
     return;
   }
@@ -95,7 +96,7 @@ void Redialler::take(Connector::Resumption resumption) {
   attempt.begin = Clock::now();
   attempt.number = resumption.number;
   attempt.stream = resumption.stream;
-  // Of another connection, or before this side has gone over to it: it is dialled again.
+  // Of another connection, or before this side uses the new one: it is dialled again.
   if (attempt.stream > 0 && !fits(attempt)) return drop(attempt, "");
   send(attempt, HandshakeType::kReply, attempt.number);
 }
@@ -220,10 +221,10 @@ void Redialler::on_message(Attempt& attempt) {
     const int peer = attempt.peer;
     return attempt.address == 0 ? give_up(peer, "") : drop(attempt, "another process listens there");
   }
-  attempt.socket.heard();
+  attempt.socket.add_to_transcript();
   if (message->type == HandshakeType::kRefusal) {
     const int peer = attempt.peer;
-    at(peer).broken = true;  // on its side, certainly
+    at(peer).broken = true;  // it has broken on the peer's side
     return give_up(peer, message->refusal == Refusal::kGone ? "" : refusal_text(message->refusal, *message, mine_));
   }
   const bool reply = attempt.stage == Stage::kAwaitReply && message->type == HandshakeType::kReply;
@@ -236,7 +237,7 @@ void Redialler::on_message(Attempt& attempt) {
   }
   if (attempt.stage == Stage::kAwaitResume && message->type == HandshakeType::kResume)
     return on_resume(attempt, message->number);
-  drop(attempt, "it talks nonsense");
+  drop(attempt, "it sent an invalid message");
 }
 
 // Large packets arrive, too.
@@ -251,7 +252,7 @@ bool Redialler::fits(const Attempt& stream) {
          streams_.lacks(stream.peer, stream.stream);
 }
 
-// Who has dialled adds it first: nothing is sent on it before the other side knows both ends.
+// The side that dialled adds it first: nothing is sent on it before the other side has it.
 void Redialler::on_stream(Attempt& attempt) {
   if (!fits(attempt)) return drop(attempt, "");
   if (attempt.dialled && !send(attempt, HandshakeType::kConfirm, attempt.number)) return;
@@ -275,7 +276,7 @@ void Redialler::on_reply(Attempt& attempt) {
   send(attempt, HandshakeType::kConfirm, attempt.number);
 }
 
-// An attempt that comes late, after a later one, counts no more.
+// An attempt that ends after a later one is ignored.
 void Redialler::on_confirm(Attempt& attempt) {
   Case& it = at(attempt.peer);
   if (attempt.number <= it.number) return drop(attempt, "");
@@ -291,10 +292,10 @@ void Redialler::on_confirm(Attempt& attempt) {
   it.under_way = true;
   attempt.stage = Stage::kAwaitResume;
   attempt.begin = Clock::now();
-  tell_frames(attempt);
+  send_frames_taken(attempt);
 }
 
-bool Redialler::tell_frames(Attempt& attempt) {
+bool Redialler::send_frames_taken(Attempt& attempt) {
   const auto taken = events_.settle(attempt.peer);
   if (taken) return send(attempt, HandshakeType::kResume, *taken);
   send(attempt, HandshakeType::kRefusal, attempt.number, Refusal::kGone);
@@ -303,7 +304,7 @@ bool Redialler::tell_frames(Attempt& attempt) {
 }
 
 void Redialler::on_resume(Attempt& attempt, uint64_t theirs) {
-  if (attempt.dialled && !tell_frames(attempt)) return;
+  if (attempt.dialled && !send_frames_taken(attempt)) return;
   const int peer = attempt.peer;
   at(peer).done = attempt.number;
   at(peer).done_at = Clock::now();

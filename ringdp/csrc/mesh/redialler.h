@@ -1,6 +1,6 @@
-// Redialler: makes a connection again that has broken. As at the start the higher rank of a pair dials; the lower one asks it to
-// by knocking, which also shows whether anything listens there: where the peer's address refuses a connection, its process has
-// ended. A connection whose host is silent is replaced in the same way, as soon as a new one comes about.
+// Redialler: replaces a broken connection. As at the start the higher rank of a pair dials; the lower one asks it to
+// with a knock, which also shows whether the process lives: if the peer's address refuses a connection, its process
+// has ended. If the peer's host stops answering, we dial a new connection, and switch to it once it is established.
 //
 //   higher rank                                       lower rank
 //   hello, reply, confirm, padding: as in handshake.h. Then both have stopped sending on the old connection (hold):
@@ -8,11 +8,11 @@
 //   reads it to its end (settle): resume       ->
 //   goes on with what the other lacks                 goes on with what the other lacks
 //
-// A pair with several connections (transport/striped.h) loses them all with one of them. It goes on as soon as the first of the new
-// ones is made; the confirm says how many there are to be. The higher rank dials the others, each up to confirm and padding,
-// and both add them to the channel one by one (add_stream). One that is never made is done without.
+// A pair with several connections (transport/striped.h) loses them all with one of them. It continues as soon as the
+// first of the new ones is made; the confirm has their number. The higher rank dials the others, each up to confirm
+// and padding, and both add them to the channel one by one (add_stream). The channel also works without them.
 //
-// Owned by LateConnections, used by its thread; nothing blocks but the events, which wait for the engine's driver.
+// Owned by ConnectionThread, used by its thread; nothing blocks but the events, which wait for the engine's driver.
 #pragma once
 
 #include <poll.h>
@@ -40,21 +40,21 @@ class Redialler {
   struct Events {  // see Connections, of the engine
     std::function<bool(int peer)> hold;
     std::function<std::optional<uint64_t>(int peer)> settle;
-    // `streams`: connections that there are to be, this one included.
+    // `streams`: the number of connections of the pair, this one included.
     std::function<void(int peer, Fd socket, int streams, uint64_t taken)> resume;
     std::function<void(int peer, Fd socket)> add_stream;               // a further one
     std::function<void(int peer, const std::string& why)> not_healed;  // empty: its process has ended
   };
 
-  // `heal_ms`: how long it tries.
+  // `heal_ms`: how long it tries before not_healed.
   Redialler(Connector::Knowledge knowledge, int64_t heal_ms, Events events);
 
   // The connection with that peer has broken, or only its host is silent.
   void heal(int peer, bool broken);
-  void take(Connector::Resumption it);  // that the peer dials, or asks this rank to
+  void take(Connector::Resumption it);  // a hello or knock of the peer
   bool busy() const;
   void poll_for(std::vector<pollfd>& polled) const;
-  void step();  // what can be done now
+  void step();  // does not block
 
  private:
   enum class Stage { kConnecting, kAwaitReply, kAwaitConfirm, kAwaitResume, kOver };
@@ -72,10 +72,10 @@ class Redialler {
   struct Case {
     bool open = false;
     bool broken = false;     // otherwise its host is silent
-    bool under_way = false;  // an attempt has come so far that no other one may begin
+    bool under_way = false;  // an attempt has reached the resume: no other one may begin
     Clock::time_point until{};
     uint64_t number = 0;  // of the last attempt: dialled, or let in
-    uint64_t done = 0;    // of the last that came about
+    uint64_t done = 0;    // of the last established one
     Clock::time_point done_at{};
     RedialTries tries;
   };
@@ -92,10 +92,10 @@ class Redialler {
   void on_reply(Attempt& attempt);
   void on_confirm(Attempt& attempt);
   void on_resume(Attempt& attempt, uint64_t theirs);
-  bool tell_frames(Attempt& attempt);  // after reading the old connection to its end
+  bool send_frames_taken(Attempt& attempt);  // sends `resume`, after reading the old connection to its end
   void dial_streams(int peer, Clock::time_point now);
   void on_stream(Attempt& attempt);  // a further one is made
-  bool fits(const Attempt& stream);  // the connection that it belongs to is in use
+  bool fits(const Attempt& stream);  // its connection is in use
   bool send(Attempt& attempt, HandshakeType type, uint64_t number, Refusal refusal = Refusal::kNone);
   void drop(Attempt& attempt, const std::string& why, bool refused = false);
   void give_up(int peer, const std::string& why);

@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "base/error.h"
-#include "mesh/late_connections.h"
+#include "mesh/connection_thread.h"
 #include "mesh/rendezvous_run.h"
 #include "transport/pair_memory.h"
 
@@ -36,18 +36,18 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
   }
   RendezvousRun rendezvous(store, options);
   try {
-    // The sockets close after the others were told: who sees one close first finds the reason in the store.
+    // Publishes the failure before the sockets close: a rank that sees one close finds the reason in the store.
     try {
       return rendezvous.run();
     } catch (const StoreLost&) {
       throw;
     } catch (const Error& error) {
-      throw rendezvous.settle_error(error, false);
+      throw rendezvous.agree_on_error(error, false);
     } catch (const std::exception& error) {  // of check_interrupt: a signal's handler raised it
       std::string what = error.what();
       what = what.substr(0, what.find('\n'));
       Error stopped(ErrorKind::kInterrupted, "was stopped while the ranks met, by " + what);
-      rendezvous.settle_error(stopped, true);
+      rendezvous.agree_on_error(stopped, true);
       throw;
     }
   } catch (const StoreLost& error) {

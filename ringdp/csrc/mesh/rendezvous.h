@@ -1,6 +1,6 @@
-// How the ranks of a job meet: they publish who and where they are in the store, connect each to each (in large jobs, to some
-// others: mesh/overlay.h), and prove that they know the job's secret. Blocking, with a deadline; runs once per Runtime, on the
-// thread that creates it.
+// The rendezvous: each rank publishes its identity and addresses in the store, connects to all others (in large jobs
+// to some: mesh/overlay.h), and authenticates with the job's secret. Blocking, with a deadline; runs once per Runtime,
+// on the thread that creates it.
 #pragma once
 
 #include <functional>
@@ -27,31 +27,32 @@ struct RendezvousOptions {
   std::vector<std::byte> secret;  // empty: rank 0 makes one and publishes it
   std::string host_name;          // empty: the system's
   std::string host_id;            // tells hosts apart that share a kernel
-  std::string site;               // where this host stands, for hosts far apart; all ranks name theirs, or none does
+  std::string site;               // the site of this host, for hosts far apart; all ranks have one, or none has
   std::string interface;          // which interfaces to publish, see select_interfaces; empty: all
-  std::string advertise;          // an address or name to publish before them, perhaps with a port
+  std::string advertise;          // an address or name to publish before them; may have a port
   uint16_t port_low = 0;          // 0..0: any port
   uint16_t port_high = 0;
   bool several_hosts = false;            // known beforehand: listen on more than loopback at once
   std::string hello;                     // a line for all others, see MeshPeer
-  std::string tables;                    // "name=value" words that must be the same on all ranks: the algorithm tables
+  std::string tables;                    // "name=value" items that must be the same on all ranks: the algorithm tables
   std::string tables_source;             // where they are from, for messages
-  const Transport* transport = nullptr;  // null: auto, the best one that can be had
+  const Transport* transport = nullptr;  // null: auto, the best one that works
   bool checksums = false;                // of the frames over transports that have them; the same on all ranks
   int streams = kAutomaticStreams;       // connections of a pair over TCP, the same on all ranks; see ExtraStreams
   std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
   int full_mesh_ranks =
       kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
-  bool heals = true;               // connections that break are made again, of this rank's side: it goes on listening
+  bool heals = true;               // replaces broken connections: this rank keeps listening
   std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
   int64_t timeout_ms = 60'000;
-  int64_t absent_ms =
-      0;  // how long to wait for ranks that have not come at all; `timeout_ms` then counts from when all
-          // have. 0: `timeout_ms` is for everything
-  int64_t first_notice_ms = 10'000;       // when the log says who is waited for; then at doubling intervals
-  std::function<void()> check_interrupt;  // called now and then while meeting; may throw
+  // How long to wait for ranks that have not published yet; `timeout_ms` then starts when all have. 0: `timeout_ms` is
+  // for both.
+  int64_t absent_ms = 0;
+  int64_t first_notice_ms = 10'000;       // when the log first names the missing ranks; then at doubling intervals
+  std::function<void()> check_interrupt;  // called at intervals during the rendezvous; may throw
   std::optional<JobId> job;               // the same on all ranks; nullopt: rank 0 makes one and publishes it
-  std::function<std::vector<TcpListener>()> listeners = {};  // that the others know already; empty: opened, published
+  // whose addresses the others have already; empty: opens and publishes them
+  std::function<std::vector<TcpListener>()> listeners = {};
 };
 
 struct MeshPeer {
@@ -60,11 +61,11 @@ struct MeshPeer {
   std::string site;  // empty: no rank names one
   std::string hello;
   std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
-  const Transport* transport = nullptr;  // what it is or is going to be; null for this rank itself
-  bool checksums = false;                // both ends put them behind the headers of their frames
+  const Transport* transport = nullptr;  // the present or future one; null for this rank itself
+  bool checksums = false;                // both ends send them behind the headers of their frames
 };
 
-class LateConnections;
+class ConnectionThread;
 
 struct Mesh {
   Mesh();
@@ -73,15 +74,16 @@ struct Mesh {
   Mesh& operator=(Mesh&&) noexcept;
 
   std::vector<MeshPeer> peers;  // one per rank
-  // Makes the connections that are missing, and those again that have broken; null where neither can happen.
-  std::unique_ptr<LateConnections> late;
-  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on all ranks.
+  // Makes missing connections, and replaces broken ones; null if neither can happen.
+  std::unique_ptr<ConnectionThread> late;
+  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on
+  // all ranks.
   int64_t round_trip_us = 0;
 };
 
-// Whatever goes wrong on one rank is told to all through the store, so that every rank raises the same
-// story: Error(kHandshake) for ranks that differ or cannot reach each other (with every address tried), Error(kPeerLost) for
-// one that died on the way, Error(kTimeout) naming those that are missing, Error(kSystem).
+// A failure of one rank is published in the store, so that all ranks raise the same error: Error(kHandshake) for ranks
+// that differ or cannot reach each other (with every address tried), Error(kPeerLost) for one that died,
+// Error(kTimeout) naming those that are missing, Error(kSystem).
 Mesh meet(Store& store, const RendezvousOptions& options);
 
 }  // namespace ringdp

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "mesh/late_connections.h"
+#include "mesh/connection_thread.h"
 #include "mesh/unreachable.h"
 
 namespace ringdp {
@@ -15,10 +15,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kCheckEvery{200};  // whether the processes of this host live
+constexpr milliseconds kCheckEvery{200};  // interval of looking whether the processes of this host live
 constexpr int kLookUpMs = 3000;
-constexpr milliseconds kPlacesWait{1000};  // for where those are that have connected
-// In the kernel: with less, a burst of strangers makes one of ours wait for a second SYN.
+constexpr milliseconds kPlacesWait{1000};  // for the addresses of ranks that have connected
+// In the kernel: with less, a burst of unauthenticated connections makes a rank of this job send its SYN twice.
 constexpr int kBacklog = 1024;
 
 std::string in_seconds(Clock::duration time) {
@@ -34,15 +34,15 @@ RendezvousRun::RendezvousRun(Store& store, const RendezvousOptions& options)
       world_(options.world),
       interfaces_(interfaces()),
       ranks_(store, options),
-      trouble_(store, options, ranks_),
+      failure_(store, options, ranks_),
       wait_(options),
-      transports_(options, ranks_, trouble_, wait_),
+      transports_(options, ranks_, failure_, wait_),
       suspected_(options.world, 0) {}
 
 Mesh RendezvousRun::run() {
   introduce();
   connect();
-  transports_.check_settings();  // before the sockets are taken: where it throws they must stay open for a while
+  transports_.check_settings();  // before the sockets are taken, because they must stay open for a while if it throws
   transports_.run(*connector_, [this] {
     look_at_ended();
     check_connections();
@@ -51,22 +51,22 @@ Mesh RendezvousRun::run() {
   return mesh();
 }
 
-Error RendezvousRun::settle_error(const Error& error, bool stopped) {
-  if (!options_.listeners) return trouble_.settle(error, stopped);
-  const GivenUp why = trouble_.words_for_peers(error);
+Error RendezvousRun::agree_on_error(const Error& error, bool stopped) {
+  if (!options_.listeners) return failure_.agree(error, stopped);
+  const GivenUp why = failure_.given_up(error);
   if (transports_.begun()) {
-    transports_.sharing().tell(why);
+    transports_.sharing().notify(why);
   } else if (connector_) {
-    connector_->tell(why);
+    connector_->notify(why);
   }
   return error;
 }
 
 void RendezvousRun::connect() {
   auto next_look = Clock::now();
-  // A peer may have connected before its words in the store were read. Where it is must be known if they connect later.
+  // A peer may have connected before its record was read. Its addresses are needed if the two connect later.
   const bool later = world_ > options_.full_mesh_ranks;
-  // For connections that are made again it had better be known.
+  // Replacing a broken connection needs its addresses.
   std::optional<Clock::time_point> connected_at;
   auto places_come = [&] {
     if (!connected_at) connected_at = Clock::now();
@@ -76,8 +76,8 @@ void RendezvousRun::connect() {
          places_come()) {
     auto now = Clock::now();
     if (now >= next_look) {
-      if (look()) last_news_ = now;
-      auto pause = std::chrono::duration_cast<milliseconds>(now - last_news_) / 4;
+      if (look()) last_answer_ = now;
+      auto pause = std::chrono::duration_cast<milliseconds>(now - last_answer_) / 4;
       next_look = now + std::clamp(pause, milliseconds(2), RendezvousWait::kLongestPause);
     }
     auto until_look = std::chrono::ceil<milliseconds>(next_look - Clock::now()).count();
@@ -88,7 +88,7 @@ void RendezvousRun::connect() {
     else
       poll(nullptr, 0, wait_ms);
     if (options_.check_interrupt) options_.check_interrupt();
-    if (look_at_ended()) next_look = Clock::now();  // it may have a reason
+    if (look_at_ended()) next_look = Clock::now();  // the store may have the reason
     check_connections();
     check_processes();
     if (ranks_.all_present()) wait_.note_all_came();
@@ -120,28 +120,28 @@ Mesh RendezvousRun::mesh() {
   return mesh;
 }
 
-std::unique_ptr<LateConnections> RendezvousRun::leave_the_rest() {
-  LateConnections::Start rest{.rank = rank_,
-                              .connector = std::move(*connector_),
-                              .sharing = std::move(transports_.sharing()),
-                              .peers = {},
-                              .elsewhere = {},
-                              .congestion = options_.congestion,
-                              .all_connected = world_ <= options_.full_mesh_ranks,
-                              .checksums = options_.checksums};
-  for (const Introduction& it : ranks_.all()) {
+std::unique_ptr<ConnectionThread> RendezvousRun::leave_the_rest() {
+  ConnectionThread::Start rest{.rank = rank_,
+                               .connector = std::move(*connector_),
+                               .sharing = std::move(transports_.sharing()),
+                               .peers = {},
+                               .elsewhere = {},
+                               .congestion = options_.congestion,
+                               .all_connected = world_ <= options_.full_mesh_ranks,
+                               .checksums = options_.checksums};
+  for (const PeerRecord& it : ranks_.all()) {
     rest.peers.push_back(it.info);
     rest.elsewhere.push_back(it.network != ranks_.self().network);
   }
-  return std::make_unique<LateConnections>(std::move(rest));
+  return std::make_unique<ConnectionThread>(std::move(rest));
 }
 
-// ---- What stands in the store ----
+// ---- The records in the store ----
 
 void RendezvousRun::introduce() {
   if (const auto other = ranks_.rival()) {
     const PeerInfo& self = ranks_.self().info;
-    throw trouble_.failure(
+    throw failure_.make_error(
         ErrorKind::kHandshake, rank_,
         "two processes have rank " + std::to_string(rank_) + ": pid " + field(*other, "pid") + " on host " +
             field(*other, "host") + " and pid " + std::to_string(self.pid) + " on host " + self.host,
@@ -155,43 +155,44 @@ void RendezvousRun::introduce() {
 }
 
 bool RendezvousRun::look() {
-  if (auto error = trouble_.heard()) throw *error;
-  bool news = false;
+  if (auto error = failure_.published()) throw *error;
+  bool found = false;
   if (!job_) {
     auto text = store_.find("job");
     if (text) take_job(*text);
-    news = text.has_value();
+    found = text.has_value();
   }
-  const Introductions::News told = ranks_.ask(connector_.has_value(), Clock::now() - last_news_);
-  for (int peer : told.placed) set_route(peer);
+  const PeerRecords::Answers answers = ranks_.ask(connector_.has_value(), Clock::now() - last_answer_);
+  for (int peer : answers.placed) set_route(peer);
   listen_if_known();
-  return news || told.any;
+  return found || answers.any;
 }
 
 void RendezvousRun::take_job(const std::string& text) {
   std::string problem;
   job_ = join_job(read_record(text), options_, problem);
   if (!problem.empty())
-    throw trouble_.failure(ErrorKind::kHandshake, 0, problem,
-                           "start all ranks with the same version of ringdp and the same settings");
+    throw failure_.make_error(ErrorKind::kHandshake, 0, problem,
+                              "start all ranks with the same version of ringdp and the same settings");
 }
 
 void RendezvousRun::set_route(int rank) {
-  const Introduction &self = ranks_.self(), &peer = ranks_[rank];
+  const PeerRecord &self = ranks_.self(), &peer = ranks_[rank];
   const bool same_network = peer.network == self.network;
-  // A process of this host is known to live. A group that it had, with listeners of its own, may be gone all the same.
+  // The process of this host lives, but the group that it had, with its listeners, may be destroyed.
   const bool same_processes = peer.process.space == self.process.space && !options_.listeners;
   const Transport* first = transport_between(self, peer).first;
   connector_->set_route(rank, candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs), !same_processes,
                         first == nullptr || first->open == nullptr);
 }
 
-// On loopback once it is certain that everybody is on this host; on addresses others can reach as soon as one is not.
+// Listens on loopback once all ranks are known to be on this host; on addresses that others can reach as soon as one
+// is not.
 void RendezvousRun::listen_if_known() {
   if (!job_ || connector_) return;
-  const Introduction& self = ranks_.self();
+  const PeerRecord& self = ranks_.self();
   bool away = options_.several_hosts && !self.ips.empty();
-  for (const Introduction& it : ranks_.all()) {
+  for (const PeerRecord& it : ranks_.all()) {
     bool chosen = !options_.interface.empty() && it.identity != self.identity;
     away = away || (it.present && (it.network != self.network || chosen));
   }
@@ -208,7 +209,7 @@ void RendezvousRun::listen_if_known() {
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
   connector_.emplace(mine, job_->secret, wanted, options_.streams, options_.congestion);
-  connector_->door().listen_on(std::move(listeners));
+  connector_->listener().listen_on(std::move(listeners));
   ranks_.publish_addresses(published);
 }
 
@@ -220,10 +221,10 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
       if (it.is_loopback) return {it.ip};
     return {"127.0.0.1"};
   }
-  // An address that another host has as well (docker0) leads nowhere; a family that no other rank has, neither.
+  // An address that another host has too (docker0) is useless, as is a family that no other rank has.
   std::set<std::string> elsewhere, families;
   auto family = [](const std::string& ip) { return std::string(ip.find(':') == std::string::npos ? "4" : "6"); };
-  for (const Introduction& it : ranks_.all()) {
+  for (const PeerRecord& it : ranks_.all()) {
     if (!it.present || it.network == ranks_.self().network) continue;
     elsewhere.insert(it.ips.begin(), it.ips.end());
     for (const std::string& ip : it.ips) families.insert(family(ip));
@@ -237,9 +238,9 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
   return useful.empty() ? wanted : useful;
 }
 
-// ---- Who is still to be had ----
+// ---- Which ranks live ----
 
-// Either end may have died: its process is looked for at once.
+// Either end may have died: checks its process at once.
 bool RendezvousRun::look_at_ended() {
   if (!connector_ || connector_->take_ended().empty()) return false;
   check_after_ = Clock::now();
@@ -251,15 +252,15 @@ void RendezvousRun::check_processes() {
   if (now < check_after_) return;
   check_after_ = now + std::max(kCheckEvery, milliseconds(10 * world_));
   for (int rank = 0; rank < world_; ++rank) {
-    const Introduction& peer = ranks_[rank];
-    // A connection tells by itself, and tells a rank that left in good order from one that died.
+    const PeerRecord& peer = ranks_[rank];
+    // A connection shows the end by itself, and distinguishes a rank that left in good order from one that died.
     if (rank == rank_ || !peer.present || connected(rank)) continue;
     bool gone = certainly_gone(peer.process);
-    // Once more: what it did last may still be on its way.
+    // Checked twice: its last message may still be in flight.
     if (gone && suspected_[rank] != 0)
-      throw trouble_.failure(ErrorKind::kPeerLost, rank,
-                             peer.info.text() + " died while the ranks met: there is no such process",
-                             "look at its log for the reason");
+      throw failure_.make_error(ErrorKind::kPeerLost, rank,
+                                peer.info.text() + " died while the ranks met: there is no such process",
+                                "look at its log for the reason");
     if (gone) check_after_ = now + milliseconds(RendezvousWait::kPollMs);
     suspected_[rank] = gone;
   }
@@ -267,19 +268,19 @@ void RendezvousRun::check_processes() {
 
 void RendezvousRun::check_connections() {
   if (!connector_) return;
-  auto trouble = connector_->trouble();
-  if (!trouble) return;
-  if (trouble->given_up) throw trouble_.failure(trouble->peer, *trouble->given_up);
-  ranks_.ask_for(trouble->peer);  // it may have connected before its words were read
+  auto failure = connector_->failure();
+  if (!failure) return;
+  if (failure->given_up) throw failure_.make_error(failure->peer, *failure->given_up);
+  ranks_.ask_for(failure->peer);  // it may have connected before its record was read
   UnreachableText text =
-      unreachable_text(ranks_.self().info, ranks_[trouble->peer].info, *trouble, "while the ranks met");
-  throw trouble_.failure(text.kind, trouble->peer, text.story, text.advice);
+      unreachable_text(ranks_.self().info, ranks_[failure->peer].info, *failure, "while the ranks met");
+  throw failure_.make_error(text.kind, failure->peer, text.text, text.advice);
 }
 
 std::string RendezvousRun::missing_text() const {
   std::vector<std::string> absent, unconnected;
   for (int rank = 0; rank < world_; ++rank) {
-    const Introduction& peer = ranks_[rank];
+    const PeerRecord& peer = ranks_[rank];
     if (rank == rank_ || connected(rank)) continue;
     if (peer.present && !at_start(rank)) continue;
     if (!peer.present) absent.push_back(std::to_string(rank));
@@ -297,18 +298,19 @@ std::string RendezvousRun::missing_text() const {
 void RendezvousRun::time_out() {
   std::string waited = " Timed out after " + in_seconds(wait_.waited()) + ": it waited for ";
   std::string me = ranks_.self().info.text();
-  for (const Introduction& it : ranks_.all())
+  for (const PeerRecord& it : ranks_.all())
     if (!it.present)
-      throw trouble_.failure(ErrorKind::kTimeout, it.info.rank,
-                             me + waited + missing_text() + " of " + std::to_string(world_) + ", which never came",
-                             "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
+      throw failure_.make_error(ErrorKind::kTimeout, it.info.rank,
+                                me + waited + missing_text() + " of " + std::to_string(world_) + ", which never came",
+                                "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
   int first = 0;
   auto waits_for = [&](int peer) {
     return peer != rank_ && (at_start(peer) ? !connected(peer) : !ranks_[peer].placed);
   };
   while (first + 1 < world_ && !waits_for(first)) ++first;
-  throw trouble_.failure(ErrorKind::kTimeout, first, me + waited + missing_text() + " to connect",
-                         "look at their logs: they may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
+  throw failure_.make_error(
+      ErrorKind::kTimeout, first, me + waited + missing_text() + " to connect",
+      "look at their logs: they may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
 }
 
 }  // namespace ringdp

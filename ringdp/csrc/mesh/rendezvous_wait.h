@@ -1,5 +1,5 @@
-// RendezvousWait: how long a rank waits for the others while they meet, and when the log says for whom it does.
-// Owned by a RendezvousRun and used by its thread.
+// RendezvousWait: the deadline of the rendezvous, and the times of the log lines that name the missing ranks. Owned by
+// a RendezvousRun and used by its thread.
 #pragma once
 
 #include <string>
@@ -12,8 +12,8 @@ namespace ringdp {
 
 class RendezvousWait {
  public:
-  static constexpr int kPollMs = 50;                              // how soon signals are seen
-  static constexpr std::chrono::milliseconds kLongestPause{250};  // between looks into the store
+  static constexpr int kPollMs = 50;                              // the interval of looking for signals
+  static constexpr std::chrono::milliseconds kLongestPause{250};  // between two reads of the store
 
   explicit RendezvousWait(const RendezvousOptions& options)
       : rank_(options.rank),
@@ -27,7 +27,7 @@ class RendezvousWait {
   const Deadline& deadline() const { return deadline_; }
   Clock::duration waited() const { return Clock::now() - begin_; }
 
-  bool all_came() const { return all_came_; }  // what is missing are connections
+  bool all_came() const { return all_came_; }  // all records were read; only connections are missing
   void note_all_came() {
     if (!all_came_ && counts_anew_) deadline_ = Deadline::after_ms(timeout_ms_);
     all_came_ = true;
@@ -48,7 +48,7 @@ class RendezvousWait {
   const int rank_;
   const int world_;
   const int64_t timeout_ms_;
-  const bool counts_anew_;  // once all have come
+  const bool counts_anew_;  // the deadline starts again once all have come
   const Clock::time_point begin_ = Clock::now();
   Deadline deadline_;
   std::chrono::milliseconds notice_every_;

@@ -1,8 +1,8 @@
-// ResendQueue: the frames that were sent on one connection and may not have arrived. When the connection has broken, the peer says
-// how many frames it has, and the rest goes again on the next one. A payload is not copied as long as the memory of its
-// operation stays as it is; small ones are. What the peer's host has acknowledged is forgotten: the peer reads it, also when the
-// connection has broken, before it says what it has.
-// Owned by a LinkSender, used by it on the thread that drives the engine.
+// ResendQueue: the frames that were sent on one connection and may not have arrived. After the connection has broken,
+// the peer says how many frames it has, and the rest is sent again on the next one. A payload is not copied as long as
+// the memory of its operation does not change; small ones are. Frames that the peer's host has acknowledged are
+// dropped: the peer reads them, even if the connection has broken, before it says how many it has. Owned by a
+// LinkSender, used by it on the thread that drives the engine.
 #pragma once
 
 #include <sys/uio.h>
@@ -22,26 +22,26 @@ namespace ringdp {
 
 class ResendQueue {
  public:
-  // A frame that is going to be sent behind all before it. `lender`: the payload lies in the memory of that flow's operation;
+  // A frame that will be sent after all before it. `lender`: the payload is in the memory of that flow's operation;
   // null: it is copied.
   void add(std::span<const std::byte> head, std::span<const std::byte> payload, const SendFlow* lender);
 
-  // Payloads up to this are copied at once: that costs less than asking the system what has arrived.
+  // Payloads up to this are copied at once, which costs less than a system call.
   static constexpr std::size_t kCopiedBytes = 8 * 1024;
 
   bool lends_any() const { return lent_ > 0; }
-  // Copies what it lends of this memory, or all of it: it is going to change, or to go.
+  // Copies the payloads in this memory, or all of the flow's: the memory will change or be freed.
   void take_over(const SendFlow& flow, std::span<const std::byte> memory);
-  bool should_forget() const;             // so much has been added that some of it has surely arrived
+  bool should_forget() const;             // so much was added that some of it has surely arrived
   void forget(uint64_t delivered_bytes);  // so many bytes of this connection's stream have arrived
   std::size_t size() const { return kept_.size(); }
 
-  // A new connection, for a peer that has so many frames; false: one that it lacks is not here.
+  // A new connection, to a peer that has so many frames; false: one that it lacks was dropped.
   bool rewind(uint64_t taken);
 
-  // Until all are sent that were added before the rewind.
+  // True until all frames from before the rewind are sent.
   bool rewound() const { return again_ < again_end_; }
-  std::size_t pieces(std::array<iovec, 3>& out) const;  // of the next frame what is not sent; how many there are
+  std::size_t pieces(std::array<iovec, 3>& out) const;  // the unsent parts of the next frame; their number
   void sent(std::size_t bytes);                         // of those pieces
 
  private:
@@ -64,7 +64,7 @@ class ResendQueue {
   uint64_t first_ = 0;                         // number of kept_.front(): frames before it, on all connections
   uint64_t stream_ = 0;                        // bytes of this connection up to the last frame's end
   std::size_t lent_ = 0;                       // frames
-  uint64_t looked_at_ = 0;                     // `stream_` when it was last told what has arrived
+  uint64_t looked_at_ = 0;                     // `stream_` at the last call of `forget`
   std::size_t looked_size_ = 0;
   uint64_t again_ = 0;  // number of the frame that goes next
   uint64_t again_end_ = 0;

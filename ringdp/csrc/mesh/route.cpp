@@ -11,8 +11,8 @@ constexpr milliseconds kHeadStart{150};  // RFC 8305 advises 250 ms, for the who
 constexpr milliseconds kAgainSoon{100};  // after a failure; later less often
 constexpr milliseconds kAgain{1000};
 constexpr int kSoonTries = 5;
-constexpr milliseconds kUnreachableAfter{8000};  // with the rest, all ranks are told within ten seconds
-constexpr milliseconds kEndedAfter{30'000};      // of connections to which something listens, and which end
+constexpr milliseconds kUnreachableAfter{8000};  // in all, every rank has the error within ten seconds
+constexpr milliseconds kEndedAfter{30'000};      // if something listens, but its connections end
 constexpr milliseconds kRefusedAfter{1500};      // everywhere
 constexpr milliseconds kRefusedAgain{200};       // everywhere, where one was connected
 constexpr milliseconds kRefusedPartly{4000};     // no other address answers: three lost packets are not chance
@@ -49,7 +49,7 @@ std::vector<SocketAddress> Route::addresses() const {
   return out;
 }
 
-// Time counts from here: this rank may have been stuck before, in the job's store.
+// Time counts from here: before, this rank may have waited for the job's store.
 void Route::started(std::size_t index, Clock::time_point now) {
   if (!begin_) begin_ = now;
   tries_[index].running = true;
@@ -66,7 +66,7 @@ void Route::failed(std::size_t index, const std::string& why, bool refused, bool
   it.final = final;
   it.why = why;
   it.begin = now + (++it.failures < kSoonTries || it.ended ? kAgainSoon : kAgain);
-  // The head start was for this one.
+  // This address had the head start: the others may follow at once.
   for (Try& next : tries_)
     if (!next.running && next.failures == 0) {
       next.begin = std::min(next.begin, now);

@@ -1,5 +1,5 @@
-// Route: the addresses of one peer, tried one after the other with a short head start each, and the result of each try; it
-// decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialler, used by its thread.
+// Route: the addresses of one peer, dialled one after the other with a short head start each, and the results; it
+// decides when to give up. Bookkeeping only, time comes in from outside. Owned by a Dialing, used by its thread.
 #pragma once
 
 #include <cstddef>
@@ -29,11 +29,11 @@ class Route {
   std::vector<SocketAddress> addresses() const;
 
   void started(std::size_t index, Clock::time_point now);
-  void answered(std::size_t index);  // connected: a process is there, which may be slow
-  // `final`: it will never be right (another job, another rank).
+  void answered(std::size_t index);  // connected: the process may be slow
+  // `final`: a retry cannot succeed (another job, another rank).
   void failed(std::size_t index, const std::string& why, bool refused, bool final, Clock::time_point now);
   void restart(Clock::time_point now);
-  void again(Clock::time_point now);  // the peer was connected, and that has ended: it listened at one of these
+  void again(Clock::time_point now);  // the peer's connection has ended: it listened at one of these addresses
   bool was_connected() const { return was_connected_; }
 
   Verdict verdict(Clock::time_point now) const;

@@ -50,7 +50,7 @@ SharedMessage GivenUp::message() const {
   SharedMessage out;
   out.type = SharedType::kGaveUp;
   out.ring_bytes = static_cast<uint64_t>(kind) | static_cast<uint64_t>(peer + 1) << 8;
-  out.reason = story;
+  out.reason = text;
   return out;
 }
 
@@ -60,7 +60,7 @@ std::optional<GivenUp> GivenUp::from(const SharedMessage& message) {
   const auto kind = static_cast<ErrorKind>(message.ring_bytes & 0xff);
   if (kind == ErrorKind::kPeerLost || kind == ErrorKind::kTimeout) out.kind = kind;
   out.peer = static_cast<int>(message.ring_bytes >> 8 & 0xffffff) - 1;
-  out.story = message.reason;
+  out.text = message.reason;
   return out;
 }
 

@@ -1,6 +1,6 @@
-// What two ranks tell each other between the handshake and the first frame: messages of one size, over their authenticated
-// TCP connection and over the Unix socket that shared memory comes through (docs/reference/wire_format.md). Encoding
-// and checking only. Value types, any thread.
+// The messages between two ranks after the handshake and before the first frame: of one size, over their authenticated
+// TCP connection and over the Unix socket that passes shared memory (docs/reference/wire_format.md). Encoding and
+// checking only. Value types, any thread.
 #pragma once
 
 #include <array>
@@ -19,20 +19,20 @@ using SharedToken = std::array<std::byte, 16>;
 using SharedBytes = std::array<std::byte, kSharedMessageBytes>;
 
 enum class SharedType : uint32_t {
-  kOffer = 1,     // the maker: where it waits with the memory, and what to show there
-  kToken = 2,     // at that socket: what the offer asks for
+  kOffer = 1,     // from the maker of the memory: the name of its socket, and a token
+  kToken = 2,     // at that socket: the token of the offer
   kMemory = 3,    // back over that socket; a descriptor comes along
   kAccepted = 4,  // the memory is mapped and will be used
-  kRefused = 5,   // it will not: `reason`
-  kReady = 6,     // nothing is left to be set up on this rank and on those that report through it (ReadyTree)
-  kAllReady = 7,  // nor on any rank
-  kGaveUp = 8     // it leaves, and its connection ends; only where no store tells the others why (GivenUp)
+  kRefused = 5,   // it will not be used: `reason`
+  kReady = 6,     // this rank and those that report through it have finished the set-up (ReadyTree)
+  kAllReady = 7,  // all ranks have
+  kGaveUp = 8     // the sender leaves; only where the store cannot give the reason (GivenUp)
 };
 
 struct SharedMessage {
   SharedType type = SharedType::kRefused;
   uint64_t ring_bytes = 0;
-  // kReady: the longest between hosts that those ranks know of; kAllReady: that any rank does.
+  // The longest round trip between hosts: of those ranks (kReady), of all (kAllReady).
   int64_t round_trip_us = 0;
   SharedToken name{};  // of the FdSocket
   SharedToken token{};
@@ -42,11 +42,11 @@ struct SharedMessage {
   static std::optional<SharedMessage> decode(const SharedBytes& raw);
 };
 
-// Why a rank left while the ranks met: its error, as the others raise it too.
+// The error of a rank that left during the rendezvous, which the others raise too.
 struct GivenUp {
   ErrorKind kind = ErrorKind::kHandshake;
-  int peer = -1;      // the guilty rank; -1: the one that left
-  std::string story;  // true on every rank; cut to what fits
+  int peer = -1;     // the guilty rank; -1: the one that left
+  std::string text;  // true on every rank; cut to what fits
 
   SharedMessage message() const;
   static std::optional<GivenUp> from(const SharedMessage& message);  // nullopt: it is another message

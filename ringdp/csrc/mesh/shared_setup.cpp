@@ -15,7 +15,7 @@ constexpr std::size_t kBytesToSpare = std::size_t{32} << 20;  // in the control 
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
 
-// That there is not so much to be had; empty: there is.
+// The reason if the limit does not allow so much memory; else empty.
 std::string memory_problem(std::size_t bytes) {
   auto left = memory_left_in_groups();
   if (!left || static_cast<std::size_t>(*left) >= bytes + kBytesToSpare) return "";
@@ -104,44 +104,44 @@ void SharedSetup::begin(int peer) {
     pair.offer(*fd_socket_);
   else
     pair.fail(problem);
-  note_trouble(pair);
+  note_failure(pair);
 }
 
 void SharedSetup::forget(int peer) {
   pairs_[peer] = {};
   said_[peer] = {};
-  trouble_.reset();
+  failure_.reset();
 }
 
-std::vector<int> SharedSetup::settled_now() const {
+std::vector<int> SharedSetup::decided_now() const {
   std::vector<int> out;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
-    if (pairs_[peer].settled() && pairs_[peer].connected()) out.push_back(static_cast<int>(peer));
+    if (pairs_[peer].decided() && pairs_[peer].connected()) out.push_back(static_cast<int>(peer));
   return out;
 }
 
 bool SharedSetup::complete() const {
-  const auto heard = [this](int peer) { return said_[peer].to_it && said_[peer].by_it; };
-  return tree_.all_ready() && settled() && (tree_.parent() < 0 || heard(tree_.parent())) &&
-         std::all_of(tree_.children().begin(), tree_.children().end(), heard);
+  const auto confirmed = [this](int peer) { return said_[peer].to_it && said_[peer].by_it; };
+  return tree_.all_ready() && decided() && (tree_.parent() < 0 || confirmed(tree_.parent())) &&
+         std::all_of(tree_.children().begin(), tree_.children().end(), confirmed);
 }
 
-// Of the settled ones only the neighbours in the tree have anything more to say, and notice if they end. What one says that
-// knows that all are ready may be a frame.
+// Of the settled pairs only the neighbours in the tree send further messages, and are watched for their end. After
+// kAllReady a peer's next bytes may be a frame.
 bool SharedSetup::waits_for(int peer) const {
   const PairSetup& pair = pairs_[peer];
-  if (!pair.connected() || !pair.settled()) return pair.connected();
+  if (!pair.connected() || !pair.decided()) return pair.connected();
   return tree_.is_neighbour(peer) && !(said_[peer].to_it && said_[peer].by_it && tree_.all_ready());
 }
 
-bool SharedSetup::settled() const {
-  return std::all_of(pairs_.begin(), pairs_.end(), [](const PairSetup& it) { return it.settled(); });
+bool SharedSetup::decided() const {
+  return std::all_of(pairs_.begin(), pairs_.end(), [](const PairSetup& it) { return it.decided(); });
 }
 
 std::vector<int> SharedSetup::awaited() const {
   std::vector<int> out;
   for (std::size_t peer = 0; peer < pairs_.size(); ++peer)
-    if (!pairs_[peer].settled()) out.push_back(static_cast<int>(peer));
+    if (!pairs_[peer].decided()) out.push_back(static_cast<int>(peer));
   if (out.empty() && tree_.all_ready() && !complete())
     for (int peer = 0; peer < static_cast<int>(pairs_.size()); ++peer)
       if (waits_for(peer)) out.push_back(peer);
@@ -181,28 +181,28 @@ void SharedSetup::step(int wait_ms) {
     if (polled[i].events == POLLRDHUP)
       pairs_[ranks[i]].note_end();
     else
-      hear(ranks[i], polled[i].fd);
-    note_trouble(pairs_[ranks[i]]);
+      receive(ranks[i], polled[i].fd);
+    note_failure(pairs_[ranks[i]]);
   }
   if (fd_socket_)
     for (FdSocket::Client& client : fd_socket_->serve()) pairs_[client.peer].hand_out(std::move(client));
   bool hands_out = false;
   for (PairSetup& pair : pairs_) {
     pair.move_on();
-    note_trouble(pair);
+    note_failure(pair);
     hands_out = hands_out || pair.hands_out();
   }
   if (fd_socket_ && !hands_out) {
     turned_away_ += fd_socket_->turned_away();
     fd_socket_.reset();
   }
-  if (!trouble_ && settled() && !lacks_required()) tree_.set_ready(plan_.round_trip_us);
+  if (!failure_ && decided() && !lacks_required()) tree_.set_ready(plan_.round_trip_us);
   pass_on();
 }
 
-void SharedSetup::hear(int peer, int fd) {
-  if (trouble_ || !waits_for(peer)) return;
-  auto message = pairs_[peer].hear(fd);
+void SharedSetup::receive(int peer, int fd) {
+  if (failure_ || !waits_for(peer)) return;
+  auto message = pairs_[peer].receive(fd);
   if (!message) return;
   const bool expected = (message->type == SharedType::kReady && tree_.take_report(peer, message->round_trip_us)) ||
                         (message->type == SharedType::kAllReady && tree_.take_all_ready(peer, message->round_trip_us));
@@ -210,19 +210,19 @@ void SharedSetup::hear(int peer, int fd) {
   if (!expected) pairs_[peer].out_of_turn(*message);
 }
 
-void SharedSetup::tell(const GivenUp& why) {
+void SharedSetup::notify(const GivenUp& why) {
   for (PairSetup& pair : pairs_)
-    if (pair.connected()) pair.say(why.message());  // else the end of the connection says it
+    if (pair.connected()) pair.say(why.message());  // otherwise the peer sees the end of the connection
 }
 
-// A child that dies when all are ready is not heard here: the others' links tell, as at any time later.
+// A child that dies when all are ready is not noticed here: the links report it, as at any later time.
 void SharedSetup::pass_on() {
-  if (trouble_) return;
+  if (failure_) return;
   const auto say = [this](int peer, SharedType type) {
     if (said_[peer].to_it || pairs_[peer].cut()) return;
     pairs_[peer].say({.type = type, .round_trip_us = tree_.largest()});
     said_[peer].to_it = !pairs_[peer].cut();
-    note_trouble(pairs_[peer]);
+    note_failure(pairs_[peer]);
   };
   if (tree_.to_report()) tree_.note_reported();
   if (tree_.reported() && tree_.parent() >= 0) say(tree_.parent(), SharedType::kReady);
@@ -236,9 +236,9 @@ bool SharedSetup::lacks_required() const {
   return false;
 }
 
-void SharedSetup::note_trouble(PairSetup& pair) {
-  auto found = pair.take_trouble();
-  if (found && !trouble_) trouble_ = std::move(found);
+void SharedSetup::note_failure(PairSetup& pair) {
+  auto found = pair.take_failure();
+  if (found && !failure_) failure_ = std::move(found);
 }
 
 std::unique_ptr<Channel> SharedSetup::take(int peer) { return pairs_[peer].take(transport(peer)); }

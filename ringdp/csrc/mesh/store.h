@@ -1,5 +1,6 @@
-// Store: the key-value service the ranks meet at; torch's c10d::Store behind an adapter in torch/, or memory for threads.
-// Values come from outside: readers check them. Owned by the caller of `meet`, used by the thread that builds the mesh.
+// Store: the key-value service of the rendezvous; torch's c10d::Store behind an adapter in torch/, or memory for
+// threads. Values come from outside: readers check them. Owned by the caller of `meet`, used by the thread that builds
+// the mesh.
 #pragma once
 
 #include <condition_variable>
@@ -15,7 +16,7 @@
 
 namespace ringdp {
 
-// The store itself is gone, and with it the process that kept it.
+// The store does not answer: the process that served it has ended.
 class StoreLost final : public Error {
  public:
   using Error::Error;
@@ -26,10 +27,10 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Sets the key where it is not there yet, and returns what then is: of several ranks one comes first.
+  // Sets the key if it does not exist, and returns its value: of several ranks the first one wins.
   virtual std::string set_first(const std::string& key, const std::string& value) = 0;
-  virtual std::optional<std::string> find(const std::string& key) = 0;  // nullopt: not there now
-  // The values of all keys, nullopt while one of them is not there. A store that can answers in two round trips.
+  virtual std::optional<std::string> find(const std::string& key) = 0;  // nullopt: does not exist now
+  // The values of all keys; nullopt while one of them does not exist. Two round trips, if the store supports it.
   virtual std::optional<std::vector<std::string>> find_all(const std::vector<std::string>& keys);
   // HOST:PORT, for messages; empty: no process serves it over a network.
   virtual std::string place() const { return {}; }
@@ -41,7 +42,7 @@ class MemoryStore final : public Store {
   void set(const std::string& key, const std::string& value) override;
   std::string set_first(const std::string& key, const std::string& value) override;
   std::optional<std::string> find(const std::string& key) override;
-  // Waits until the key is there; nullopt when the deadline passes first.
+  // Waits until the key exists; nullopt if the deadline passes first.
   std::optional<std::string> get(const std::string& key, Deadline deadline);
 
  private:

@@ -15,32 +15,33 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::size_t kReasonsShown = 4;
-constexpr int64_t kGraceMs = 2000;         // after the deadline: a rank that waits for a connection has more to tell
-constexpr int64_t kWithoutStoreMs = 5000;  // for word that all are ready, though the store has gone
+// after the deadline: the error of a rank that waits for a connection says more
+constexpr int64_t kGraceMs = 2000;
+constexpr int64_t kWithoutStoreMs = 5000;  // for the message that all are ready, after the store was lost
 
 }  // namespace
 
 void TransportSetup::check_settings() const {
-  auto names_a_site = [](const Introduction& it) { return !it.site.empty(); };
+  auto names_a_site = [](const PeerRecord& it) { return !it.site.empty(); };
   auto named = std::find_if(ranks_.all().begin(), ranks_.all().end(), names_a_site);
   auto silent = std::find_if_not(ranks_.all().begin(), ranks_.all().end(), names_a_site);
   if (named != ranks_.all().end() && silent != ranks_.all().end())
-    throw trouble_.failure(
+    throw failure_.make_error(
         ErrorKind::kHandshake, silent->info.rank,
         named->info.text() + " has RINGDP_SITE=" + named->site + ", " + silent->info.text() + " has none",
         "set RINGDP_SITE on the ranks of every host, or on none");
   for (const Transport* wanted : transports())
-    for (const Introduction& it : ranks_.all()) {
+    for (const PeerRecord& it : ranks_.all()) {
       if (it.transport != wanted) continue;
-      for (const Introduction& other : ranks_.all()) {
+      for (const PeerRecord& other : ranks_.all()) {
         if (other.transport == nullptr || other.transport == wanted) continue;
         if (transport_between(it, other).first != nullptr) continue;
         const bool same_host = it.identity == other.identity;
-        throw trouble_.failure(ErrorKind::kHandshake, other.info.rank,
-                               it.info.text() + " has RINGDP_TRANSPORT=" + std::string(wanted->name) + ", " +
-                                   other.info.text() + (same_host ? " on the same host" : "") +
-                                   " RINGDP_TRANSPORT=" + std::string(other.transport->name),
-                               std::string("give all ranks ") + (same_host ? "of a host " : "") + "the same");
+        throw failure_.make_error(ErrorKind::kHandshake, other.info.rank,
+                                  it.info.text() + " has RINGDP_TRANSPORT=" + std::string(wanted->name) + ", " +
+                                      other.info.text() + (same_host ? " on the same host" : "") +
+                                      " RINGDP_TRANSPORT=" + std::string(other.transport->name),
+                                  std::string("give all ranks ") + (same_host ? "of a host " : "") + "the same");
       }
     }
 }
@@ -49,11 +50,11 @@ SharedSetup::Plan TransportSetup::plan() const {
   SharedSetup::Plan plan;
   plan.transports.resize(world_);
   plan.pids.resize(world_, -1);
-  const Introduction& self = ranks_.self();
+  const PeerRecord& self = ranks_.self();
   int sharing = 1;
   auto here = [&](int peer) { return peer == rank_ || plan.shares(peer); };
   for (int peer = 0; peer < world_; ++peer) {
-    const Introduction& it = ranks_[peer];
+    const PeerRecord& it = ranks_[peer];
     if (peer == rank_) continue;
     plan.transports[peer] = transport_between(self, it);
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
@@ -71,7 +72,7 @@ SharedSetup::Plan TransportSetup::plan() const {
 void TransportSetup::run(Connector& connector, const std::function<void()>& look) {
   begin(connector.take());
   wait_for_all(connector, look);
-  tell_transports();
+  log_transports();
 }
 
 void TransportSetup::begin(std::vector<Connector::Connected> connected) {
@@ -95,7 +96,7 @@ void TransportSetup::begin(std::vector<Connector::Connected> connected) {
 bool TransportSetup::step(Connector& connector) {
   std::vector<pollfd> also;
   const int wait_ms = sharing_->poll_for(also, wait_.deadline().remaining_ms(RendezvousWait::kPollMs));
-  connector.step(sharing_->settled() && wait_.deadline().expired() ? RendezvousWait::kPollMs : wait_ms, also);
+  connector.step(sharing_->decided() && wait_.deadline().expired() ? RendezvousWait::kPollMs : wait_ms, also);
   std::vector<Connector::Connected> connected = connector.take();
   ask_for_congestion(connected, options_.congestion);
   for (Connector::Connected& it : connected) {
@@ -110,8 +111,8 @@ bool TransportSetup::step(Connector& connector) {
     connector.lose(peer);
     cut_.push_back(peer);
   }
-  // Its memory was ready before the end of its connection was seen; or it has met all, and has a channel that it makes again
-  // with this rank's.
+  // Its memory was ready before the end of its connection was seen; or the peer is complete, and its channel will be
+  // replaced together with this rank's.
   std::erase_if(cut_, [&](int peer) {
     const bool needless = !sharing_->needs_connection(peer) || connector.met(peer) != 0;
     if (needless) connector.fix(peer);
@@ -124,16 +125,16 @@ void TransportSetup::wait_for_all(Connector& connector, const std::function<void
   auto begin = Clock::now(), next_look = begin + milliseconds(2);
   while (!sharing_->complete()) {
     check();
-    if (step(connector)) next_look = std::min(next_look, Clock::now());  // its end may have a reason
+    if (step(connector)) next_look = std::min(next_look, Clock::now());  // the store may have the reason
     if (options_.check_interrupt) options_.check_interrupt();
     if (sharing_->complete()) break;
-    hear_trouble_now_and_then(next_look, begin);
+    check_failures(next_look, begin);
     look();
     std::vector<int> awaited = sharing_->awaited();
     if (wait_.notice_due()) wait_.notice(ranks_text(awaited) + what_for());
     if (!wait_.deadline().expired() || awaited.empty()) continue;
-    if (sharing_->settled() && Clock::now() < wait_.deadline().at() + milliseconds(kGraceMs)) continue;
-    throw trouble_.failure(
+    if (sharing_->decided() && Clock::now() < wait_.deadline().at() + milliseconds(kGraceMs)) continue;
+    throw failure_.make_error(
         ErrorKind::kTimeout, awaited.front(),
         ranks_.self().info.text() + " Timed out: it waited for " + ranks_[awaited.front()].info.text() + what_for(),
         "look at its log: it may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
@@ -141,21 +142,21 @@ void TransportSetup::wait_for_all(Connector& connector, const std::function<void
 }
 
 std::string TransportSetup::what_for() const {
-  if (!sharing_->settled()) return " to set up shared memory";
+  if (!sharing_->decided()) return " to set up shared memory";
   return ", or ranks that report through it, to be connected to all others";
 }
 
 void TransportSetup::check() const {
-  if (const auto& trouble = sharing_->trouble()) {
-    std::string peer = ranks_[trouble->peer].info.text();
-    if (trouble->lost && store_lost_) throw *store_lost_;  // it left because of that
-    if (trouble->given_up) throw trouble_.failure(trouble->peer, *trouble->given_up);
-    if (trouble->lost)
-      throw trouble_.failure(ErrorKind::kPeerLost, trouble->peer, peer + " died while the ranks met: " + trouble->text,
-                             "look at its log for the reason");
-    throw trouble_.failure(
-        ErrorKind::kHandshake, trouble->peer,
-        ranks_.self().info.text() + " cannot set up shared memory with " + peer + ": " + trouble->text,
+  if (const auto& failure = sharing_->failure()) {
+    std::string peer = ranks_[failure->peer].info.text();
+    if (failure->lost && store_lost_) throw *store_lost_;  // it left because the store was lost
+    if (failure->given_up) throw failure_.make_error(failure->peer, *failure->given_up);
+    if (failure->lost)
+      throw failure_.make_error(ErrorKind::kPeerLost, failure->peer,
+                                peer + " died while the ranks met: " + failure->text, "look at its log for the reason");
+    throw failure_.make_error(
+        ErrorKind::kHandshake, failure->peer,
+        ranks_.self().info.text() + " cannot set up shared memory with " + peer + ": " + failure->text,
         "start all ranks with the same version of ringdp");
   }
   for (int peer = 0; peer < world_; ++peer) {
@@ -163,29 +164,29 @@ void TransportSetup::check() const {
     const TransportChoice& choice = sharing_->plan().transports[peer];
     if (peer == rank_ || !choice.required || sharing_->problem(peer).empty()) continue;
     int low = std::min(rank_, peer), high = std::max(rank_, peer);
-    throw trouble_.failure(ErrorKind::kHandshake, peer,
-                           ranks_[low].info.text() + " and " + ranks_[high].info.text() + " " +
-                               must_share_text(choice, sharing_->problem(peer)),
-                           instead_text(choice));
+    throw failure_.make_error(ErrorKind::kHandshake, peer,
+                              ranks_[low].info.text() + " and " + ranks_[high].info.text() + " " +
+                                  must_share_text(choice, sharing_->problem(peer)),
+                              instead_text(choice));
   }
 }
 
-// What another rank found goes through the store. Its keeper may know already that all are ready, and have left.
-void TransportSetup::hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin) {
+// Failures of other ranks are in the store. Its process may know already that all are ready, and have left.
+void TransportSetup::check_failures(Clock::time_point& next, Clock::time_point begin) {
   auto now = Clock::now();
   if (now < next) return;
   if (store_lost_) throw *store_lost_;
   next = now + std::clamp(std::chrono::duration_cast<milliseconds>(now - begin) / 4, milliseconds(2),
                           RendezvousWait::kLongestPause);
   try {
-    if (auto told = trouble_.heard()) throw *told;
+    if (auto error = failure_.published()) throw *error;
   } catch (const StoreLost& error) {
     store_lost_ = error;
     next = now + milliseconds(kWithoutStoreMs);
   }
 }
 
-void TransportSetup::tell_transports() const {
+void TransportSetup::log_transports() const {
   std::string self = "rank " + std::to_string(rank_);
   std::map<const Transport*, std::vector<int>> users;
   std::map<std::string, std::vector<int>> problems;

@@ -1,7 +1,7 @@
-// TransportSetup: what a rank does once it is connected with all that it connects with at the start: it comes to share
-// memory with the ranks of its host, or learns why not, and waits until all ranks have got as far. What ends meanwhile is
-// connected again. Blocking, until the RendezvousWait is over.
-// Owned by a RendezvousRun and used by its thread; owns the connections from `run` on, in a SharedSetup.
+// TransportSetup: the second half of the rendezvous: sets up shared memory with the ranks of this host, or finds why
+// it cannot, and waits until all ranks have done so. A connection that ends meanwhile is replaced. Blocks until the
+// RendezvousWait is over at most. Owned by a RendezvousRun and used by its thread; owns the connections from `run` on,
+// in a SharedSetup.
 #pragma once
 
 #include <functional>
@@ -12,9 +12,9 @@
 
 #include "base/deadline.h"
 #include "mesh/connector.h"
-#include "mesh/introductions.h"
+#include "mesh/peer_records.h"
 #include "mesh/rendezvous.h"
-#include "mesh/rendezvous_trouble.h"
+#include "mesh/rendezvous_failure.h"
 #include "mesh/rendezvous_wait.h"
 #include "mesh/shared_setup.h"
 #include "mesh/store.h"
@@ -23,14 +23,15 @@ namespace ringdp {
 
 class TransportSetup {
  public:
-  TransportSetup(const RendezvousOptions& options, const Introductions& ranks, RendezvousTrouble& trouble,
+  TransportSetup(const RendezvousOptions& options, const PeerRecords& ranks, RendezvousFailure& failure,
                  RendezvousWait& wait)
-      : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), trouble_(trouble), wait_(wait) {}
+      : options_(options), rank_(options.rank), world_(options.world), ranks_(ranks), failure_(failure), wait_(wait) {}
 
-  // Throws where ranks name transports or sites that do not go together. The same on all ranks: each looks at all pairs.
+  // Throws if ranks name transports or sites that exclude each other. The same error on all ranks: each checks all
+  // pairs.
   void check_settings() const;
-  // Takes the connections from there, and asks it for others where some end. `look`: at who lives; called now and then, may
-  // throw. Throws what RendezvousRun::run does.
+  // Takes the connections from `connector`, which also replaces those that end. `look`: checks which ranks live;
+  // called at intervals, may throw. Throws what RendezvousRun::run does.
   void run(Connector& connector, const std::function<void()>& look);
 
   bool begun() const { return sharing_.has_value(); }
@@ -43,20 +44,20 @@ class TransportSetup {
   void wait_for_all(Connector& connector, const std::function<void()>& look);
   bool step(Connector& connector);  // true: a connection has ended
   void check() const;
-  void hear_trouble_now_and_then(Clock::time_point& next, Clock::time_point begin);
+  void check_failures(Clock::time_point& next, Clock::time_point begin);
   std::string what_for() const;
-  void tell_transports() const;
+  void log_transports() const;
 
   const RendezvousOptions& options_;
   const int rank_;
   const int world_;
-  const Introductions& ranks_;
-  RendezvousTrouble& trouble_;
+  const PeerRecords& ranks_;
+  RendezvousFailure& failure_;
   RendezvousWait& wait_;
   std::optional<SharedSetup> sharing_;
   std::string congestion_problem_;
   std::map<std::size_t, std::vector<int>> with_streams_;  // ranks, by how many
-  std::vector<int> cut_;                                  // peers with whom another connection is made
+  std::vector<int> cut_;                                  // peers whose connection is being replaced
   std::optional<StoreLost> store_lost_;                   // after all were connected
 };
 

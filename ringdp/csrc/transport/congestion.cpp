@@ -16,7 +16,7 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kBbrFromUs = 10'000;
-constexpr const char* kBest = "bbr";  // does not take a lost packet for a full line
+constexpr const char* kBest = "bbr";  // does not slow down for a single lost packet
 constexpr const char* kAllowed = "net.ipv4.tcp_allowed_congestion_control";
 
 std::string in_use(int fd) {
@@ -32,7 +32,8 @@ std::string line_of(const char* path) {
   return line;
 }
 
-// The kernel's own rate, but evenly: without it, what fits the window leaves at once after a pause and overruns short queues.
+// Paces packets at the kernel's own rate: without it, a whole window is sent at once after a pause and overruns short
+// queues.
 void spread_out(int fd) {
   const uint64_t any = uint64_t{1} << 60;
   setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &any, sizeof(any));

@@ -1,5 +1,6 @@
-// CrowdedLine: how many of a channel's sockets a line has room for. Each keeps some packets under way however slow the line is, and where
-// many of them are lost, fewer sockets carry more. Books only, counts and time come in from outside. Owned by the StripedChannel.
+// CrowdedLine: how many of a channel's sockets to use. Each keeps some packets in flight however slow the line is; if
+// many are lost, fewer sockets carry more. Bookkeeping only, counts and time come in from outside. Owned by the
+// StripedChannel.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ class CrowdedLine {
  public:
   static constexpr auto kLookEvery = std::chrono::milliseconds(500);
   static constexpr auto kMoreAgainAfter = std::chrono::seconds(60);
-  static constexpr uint64_t kCrowded = 3;  // one packet of so many is lost
+  static constexpr uint64_t kCrowded = 3;  // the line is crowded if one packet of so many is lost
   static constexpr uint64_t kEnoughPackets = 60;
 
   std::size_t in_use(std::size_t sockets) const { return std::max<std::size_t>(sockets >> halved_, 1); }

@@ -19,7 +19,7 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr unsigned kNoExecSeal = 0x0008;  // MFD_NOEXEC_SEAL, Linux 6.3
 
-// The control page's place in the file: what follows must begin where a page does, and pages may be of 64 KiB.
+// The bytes of the control page in the file: the rings must be aligned to pages, of up to 64 KiB.
 std::size_t control_span() {
   static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   return std::max(PairMemory::kControlBytes, page);
@@ -32,7 +32,7 @@ std::string failed(const char* call, int error_number, const char* hint = "") {
   return std::string(call) + ": " + errno_text(error_number) + hint;
 }
 
-// Where a size above RLIMIT_FSIZE is asked for, the kernel does not only refuse: SIGXFSZ ends the process.
+// Checked first: for a size above RLIMIT_FSIZE the kernel sends SIGXFSZ, which ends the process.
 bool over_file_limit(std::size_t bytes, std::string& problem) {
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= bytes) return false;
@@ -53,7 +53,7 @@ Fd open_memory(std::string& problem) {
   return Fd(fd);
 }
 
-// Empty where the descriptor is what `create` makes.
+// Empty if the descriptor has the properties that `create` gives it.
 std::string objection(int fd, std::size_t ring_bytes) {
   struct stat status{};
   if (fstat(fd, &status) != 0) return failed("fstat", errno);
@@ -66,7 +66,7 @@ std::string objection(int fd, std::size_t ring_bytes) {
   if (bytes != file_bytes(ring_bytes))
     return "the memory has " + std::to_string(bytes) + " bytes, " + std::to_string(file_bytes(ring_bytes)) +
            " are expected";
-  // A page that is missing would be allocated when it is touched, and where that fails the process dies of SIGBUS.
+  // A missing page would be allocated at its first access; if that fails, the process dies of SIGBUS.
   if (static_cast<std::size_t>(status.st_blocks) * 512 < bytes) return "the memory is not allocated as a whole";
   return "";
 }
@@ -150,7 +150,7 @@ PairMemory& PairMemory::operator=(PairMemory&& other) noexcept {
 }
 
 void PairMemory::reset() noexcept {
-  // In a forked child it is not mapped, and something else may be at that place.
+  // A forked child does not have the mapping, and may have another one at this address.
   if (base_ != nullptr && generation_ == fork_generation()) munmap(base_, mapped_bytes(ring_bytes_));
   base_ = nullptr;
 }

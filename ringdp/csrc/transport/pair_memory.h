@@ -1,6 +1,7 @@
-// PairMemory: the memory that two processes of one host share, a page of counters and a ring of bytes each way. Every ring
-// is mapped twice, one copy behind the other, so that any stretch of it is contiguous. A memfd of fixed size (sealed), with
-// all pages allocated by its maker; nothing in the file system, and not in forked children. Owned by one channel.
+// PairMemory: the memory that two processes of one host share, a page of counters and a ring of bytes each way. Every
+// ring is mapped twice, one copy behind the other, so that any stretch of it is contiguous. A memfd of fixed size
+// (sealed), with all pages allocated by its maker; nothing in the file system, and not in forked children. Owned by
+// one channel.
 #pragma once
 
 #include <cstddef>
@@ -24,11 +25,12 @@ class PairMemory {
   PairMemory(const PairMemory&) = delete;
   PairMemory& operator=(const PairMemory&) = delete;
 
-  // A descriptor to be handed to the peer, and to `map`. `ring_bytes`: a power of two from kMinRingBytes to kMaxRingBytes.
-  // Empty, and in words why, where limits or filters of this process or host refuse.
+  // A descriptor to be handed to the peer, and to `map`. `ring_bytes`: a power of two from kMinRingBytes to
+  // kMaxRingBytes. Empty, with the reason as text, if limits or filters of this process or host refuse.
   static Fd create(std::size_t ring_bytes, std::string& problem);
 
-  // What `create` made, here or in the peer: a descriptor of another kind, size or with other seals is refused too.
+  // Maps the memory of `create`, made here or by the peer; refuses a descriptor of another kind, size, or with other
+  // seals.
   static std::optional<PairMemory> map(const Fd& memory, std::size_t ring_bytes, std::string& problem);
 
   std::byte* control() const { return base_; }

@@ -57,7 +57,7 @@ const std::vector<Poller::Event>& Poller::wait(int timeout_ms) {
       [[maybe_unused]] auto ignored = read(rung.get(), &value, sizeof(value));  // EAGAIN if another read won
       continue;
     }
-    bool broken = (raw[i].events & (EPOLLHUP | EPOLLERR)) != 0;  // seen by the next receive
+    bool broken = (raw[i].events & (EPOLLHUP | EPOLLERR)) != 0;  // the next receive returns the error
     events_.push_back({raw[i].data.u32, broken || (raw[i].events & EPOLLIN) != 0, (raw[i].events & EPOLLOUT) != 0});
   }
   return events_;

@@ -1,6 +1,6 @@
-// A sender that is not faster than a given line, in software: RateLimiter keeps the books for all channels of a process,
-// LimitedChannel asks it before each send. What is received is not limited: the peers limit what they send.
-// Used by the thread that drives the engine, which sleeps until `next` where a channel is held back.
+// A sending rate limit in software: RateLimiter counts for all channels of a process, LimitedChannel asks it before
+// each send. Receiving is not limited: the peers limit their sends. Used by the thread that drives the engine, which
+// sleeps until `next` where a channel is held back.
 #pragma once
 
 #include <chrono>
@@ -12,15 +12,15 @@
 
 namespace ringdp {
 
-// A token bucket, kept as the time at which the line has carried all that was handed to it. A line that rests gains
-// nothing beyond kBurst; a sender that was refused and comes late gets what it missed, up to kLateness: else every late
-// wake-up would cost rate.
+// A token bucket, stored as the time at which the line has carried all bytes so far. An idle line gains at most
+// kBurst. A refused sender that retries late may catch up, by at most kLateness; otherwise every late wake-up would
+// cost rate.
 class RateLimiter {
  public:
-  static constexpr auto kQuantum = std::chrono::microseconds(500);  // of the line, handed out at a time
+  static constexpr auto kQuantum = std::chrono::microseconds(500);  // of the line's time, granted at once
   static constexpr auto kBurst = std::chrono::milliseconds(1);
   static constexpr auto kLateness = std::chrono::milliseconds(20);
-  static constexpr std::size_t kLeastQuantumBytes = 2048;  // slow lines: less is not worth a system call
+  static constexpr std::size_t kLeastQuantumBytes = 2048;  // minimum on slow lines, for the cost of a system call
 
   explicit RateLimiter(int64_t bytes_per_s);
 

@@ -1,5 +1,6 @@
-// ReorderBuffer: what has arrived of a byte stream ahead of its turn, until it is its turn. Stretches do not overlap, and none
-// reaches further than a bound beyond the next byte, so the memory is bounded, too. Used by one thread at a time.
+// ReorderBuffer: the parts of a byte stream that have arrived before the bytes in front of them. Invariant: stretches
+// do not overlap, and none ends beyond a limit from the next byte, so the memory is bounded. Used by one thread at a
+// time.
 #pragma once
 
 #include <sys/uio.h>
@@ -36,11 +37,11 @@ class ReorderBuffer {
   explicit ReorderBuffer(std::size_t reach) : reach_(reach) {}
 
   uint64_t next() const { return next_; }              // the place of the byte whose turn it is
-  void advance(std::size_t bytes) { next_ += bytes; }  // they were taken without coming here
+  void advance(std::size_t bytes) { next_ += bytes; }  // they were read without this buffer
   bool reaches(uint64_t end) const { return end <= next_ + reach_; }
-  // False: something of it is here already, or was taken.
+  // False: a byte of it is here already, or was delivered.
   bool keep(uint64_t offset, std::vector<std::byte> bytes);
-  void deliver(PieceCursor& to);  // what it is the turn of
+  void deliver(PieceCursor& to);  // copies the bytes that are next
   bool ready() const { return !waiting_.empty() && waiting_.begin()->first <= next_; }
   std::size_t bytes() const { return bytes_; }
 
@@ -48,7 +49,8 @@ class ReorderBuffer {
   const std::size_t reach_;
   uint64_t next_ = 0;
   std::size_t bytes_ = 0;
-  std::map<uint64_t, std::vector<std::byte>> waiting_;  // by place; of the first one a part may have been taken
+  // by position; the beginning of the first may have been delivered
+  std::map<uint64_t, std::vector<std::byte>> waiting_;
 };
 
 }  // namespace ringdp

@@ -19,15 +19,16 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kLineBytes = 64;            // what two cores should not both write
-constexpr std::size_t kPublishBytes = 64 * 1024;  // the peer may read so much while the rest is still being copied
+constexpr std::size_t kLineBytes = 64;  // a cache line: two cores should not write the same one
+// published in steps, so that the peer reads while the rest is being copied
+constexpr std::size_t kPublishBytes = 64 * 1024;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 // One direction. Counters only grow; their difference is what waits in the ring.
 struct Direction {
   alignas(kLineBytes) std::atomic<uint64_t> written;
-  std::atomic<uint32_t> ended;  // nothing follows
+  std::atomic<uint32_t> ended;  // no bytes follow
   alignas(kLineBytes) std::atomic<uint64_t> read;
 };
 
@@ -37,14 +38,14 @@ constexpr uint32_t kWantsBytes = 1, kWantsRoom = 2;
 struct Control {
   Direction directions[2];
   struct alignas(kLineBytes) Sleeper {
-    std::atomic<uint32_t> wants;  // not 0: that side sleeps, or is about to, and wants its bell rung for these
+    std::atomic<uint32_t> wants;  // not 0: that side sleeps, or is about to; the events for which its bell is rung
   } sleepers[2];
 };
 static_assert(sizeof(Control) <= PairMemory::kControlBytes);
 
-// Single producer, single consumer per direction. A side that is about to sleep first says so, then looks once more; the
-// other first moves its counter, then looks whether anybody sleeps. Both in sequentially consistent order, so one of the
-// two sees the other.
+// Single producer, single consumer per direction. A side that is about to sleep first sets `wants`, then checks the
+// counters once more; the other side first moves its counter, then reads `wants`. Both in sequentially consistent
+// order, so one of the two sees the other.
 class ShmChannel final : public Channel {
  public:
   explicit ShmChannel(SharedPair pair)
@@ -104,11 +105,12 @@ class ShmChannel final : public Channel {
   void consume(std::size_t bytes) override {
     read_ += bytes;
     in_.read.store(read_, std::memory_order_seq_cst);
-    // A writer sleeps only when the ring is full. It is woken when half is free, or it would sleep again at once.
+    // A writer sleeps only when the ring is full. It is woken when half is free; earlier, it would sleep again at
+    // once.
     if (in_.written.load(std::memory_order_relaxed) - read_ <= size_ / 2) ring_if(kWantsRoom);
   }
 
-  // The peer has the memory mapped itself, also after this rank has left.
+  // The peer has its own mapping, which lasts after this rank has left.
   bool drained() override { return true; }
   void close_send() override {
     out_.ended.store(1, std::memory_order_release);
@@ -158,26 +160,27 @@ class ShmChannel final : public Channel {
     uint64_t once = 1;
     if (peer_bell_ && write(peer_bell_.get(), &once, sizeof(once)) == sizeof(once)) return;
     char ring = 1;
-    // A full socket rings already; a broken one is seen when it is read.
+    // A full socket is readable already; a broken one is noticed at the next read.
     [[maybe_unused]] auto ignored = ::send(socket_.get(), &ring, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  // An eventfd rather than the socket: the kernel takes a write to that for a hand-over and wakes the sleeper on the core of
-  // the writer, which goes on; two ranks then share one core while another is idle (45 us per small all-reduce, 9 apart).
-  // Where descriptors have run out the socket serves.
+  // An eventfd rather than the socket: the kernel takes a write to that for a hand-over and wakes the sleeper on the
+  // core of the writer, which goes on; two ranks then share one core while another is idle (45 us per small
+  // all-reduce, 9 apart). If descriptors have run out, the socket is used.
   void hand_over_bell() {
     if (!bell_) return;
     std::byte byte{0};
     [[maybe_unused]] auto ignored = send_with_descriptor(socket_.get(), {&byte, 1}, bell_);
   }
 
-  // The peer's bell comes with the first byte on the socket, before the peer can sleep. As `recv` otherwise.
+  // Like `recv`, but also takes the peer's bell, which comes with the first byte on the socket, before the peer can
+  // sleep.
   ssize_t take_bell() {
     std::array<std::byte, 64> bytes;
     return receive_with_descriptor(socket_.get(), bytes, peer_bell_);
   }
 
-  // The ring is empty. What the peer wrote before it ended its stream, or died, was read first: that is seen only here.
+  // The ring is empty. The end of the stream is checked only here, after all bytes that the peer wrote before it.
   IoStatus nothing_there() {
     if (in_.ended.load(std::memory_order_acquire) != 0)
       return in_.written.load(std::memory_order_acquire) == read_ ? IoStatus::kClosed : IoStatus::kWouldBlock;
@@ -185,12 +188,12 @@ class ShmChannel final : public Channel {
     look_at_socket_ = false;
     for (;;) {
       ssize_t count = take_bell();
-      if (count > 0) return IoStatus::kWouldBlock;  // an end behind that shows at the next look
+      if (count > 0) return IoStatus::kWouldBlock;  // an end behind that byte is found at the next call
       if (count < 0 && errno == EINTR) continue;
       if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return IoStatus::kWouldBlock;
       break;
     }
-    look_at_socket_ = true;  // the end stays the end
+    look_at_socket_ = true;  // the next call returns the end again
     return in_.written.load(std::memory_order_acquire) == read_ ? IoStatus::kClosed : IoStatus::kWouldBlock;
   }
 
@@ -214,7 +217,7 @@ class ShmChannel final : public Channel {
   uint64_t read_by_peer_ = 0;  // as last seen
   uint64_t read_ = 0;
   bool look_at_socket_ = false;
-  bool broken_ = false;  // the counters make no sense
+  bool broken_ = false;  // the counters are invalid
 };
 
 }  // namespace

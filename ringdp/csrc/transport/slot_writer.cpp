@@ -8,10 +8,10 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kTimedBytes = 16 * 1024;  // shorter copies say nothing
+constexpr std::size_t kTimedBytes = 16 * 1024;  // shorter copies are not timed
 constexpr double kSlowBytesPerNs = 4.0;         // 9 where the cores share a cache, 2.3 where they do not
 constexpr int kSlowInARow = 8;                  // one slow copy is a thread that was interrupted
-constexpr int kProbePeriod = 128;  // copies until the other way is tried once more: below 10 % if it is slow
+constexpr int kProbePeriod = 128;  // copies between two trials of the other way: costs below 10 % if that is slow
 
 }  // namespace
 

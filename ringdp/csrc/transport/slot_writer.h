@@ -1,7 +1,7 @@
-// SlotWriter: copies bytes into memory that another core reads next. Two ways: through this core's caches, or past them
-// (base/stream_copy.h). Which is faster depends on where the two cores are: where they share a cache, the first (1.3 to 2
-// times), where they do not, the second (2 to 3 times); and ranks wander from core to core. So the writer looks at how long
-// its larger copies take. Changes timing only. Used by one thread at a time.
+// SlotWriter: copies bytes into memory that another core reads next. Two ways: through this core's caches, or past
+// them (base/stream_copy.h). Which is faster depends on where the two cores are: where they share a cache, the first
+// (1.3 to 2 times), where they do not, the second (2 to 3 times); and the kernel moves ranks from core to core. So the
+// writer times its larger copies. It affects timing only. Used by one thread at a time.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Stripe: a piece of a byte stream as it travels on one of several sockets (striped.h): 16 bytes that say where in the stream it
-// belongs, then its bytes. One of length 0 says where the stream ends. Value types, any thread.
+// Stripe: a piece of a byte stream on one of several sockets (striped.h): a header of 16 bytes with its position in
+// the stream, then its bytes. A stripe of length 0 marks the end of the stream. Value types, any thread.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ struct Stripe {
     put(at + kCheckAt, check_of({at, kCheckAt}));
   }
 
-  // nullopt: these bytes are not the head of a stripe.
+  // nullopt: these bytes are not the header of a stripe.
   static std::optional<Stripe> decode(std::span<const std::byte, kHeadBytes> head) {
     if (take<uint32_t>(head.data() + kCheckAt) != check_of(head.first(kCheckAt))) return std::nullopt;
     const Stripe out{take<uint64_t>(head.data()), take<uint32_t>(head.data() + 8)};
@@ -37,7 +37,7 @@ struct Stripe {
   static constexpr std::size_t kCheckAt = 12;
   static constexpr uint64_t kNoEnd = uint64_t{1} << 62;
 
-  // Bytes that change on the way must not lead others astray: the checksums of frames do not cover this head.
+  // A check of the header, which the checksums of frames do not cover: a corrupted position would misplace bytes.
   static uint32_t check_of(std::span<const std::byte> bytes) { return static_cast<uint32_t>(hash_bytes(bytes)); }
 };
 

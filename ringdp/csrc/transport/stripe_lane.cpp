@@ -23,8 +23,7 @@ IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCurso
     rest_.insert(rest_.end(), bytes + done, bytes + it.iov_len);
     sent -= done;
   }
-  if (!rest_.empty())
-    send_rest();  // once more: from then on the kernel tells when there is room. Errors show next time
+  if (!rest_.empty()) send_rest();  // a second try: from then on the kernel reports room. The next call returns errors
   put_.push_back({offset, carried_ += Stripe::kHeadBytes + length});
   if (put_.size() >= most_put_) {
     undelivered_from();

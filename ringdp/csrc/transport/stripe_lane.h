@@ -1,7 +1,7 @@
-// One socket of a StripedChannel, its two halves. StripeSender: stripes go out whole, one after the other; what the socket has no
-// room for is kept and follows when it has. StripeReceiver: stripes come in, straight to where they are wanted if it is their
-// turn, else by way of the channel's ReorderBuffer.
-// Owned and used by the StripedChannel, which also owns the socket's Channel.
+// The two halves of one socket of a StripedChannel. StripeSender: sends whole stripes, one after the other, and keeps
+// the rest of one for which the socket has no room. StripeReceiver: reads stripes, into the caller's memory if they
+// are next in the stream, else into the channel's ReorderBuffer. Owned and used by the StripedChannel, which also owns
+// the socket's Channel.
 #pragma once
 
 #include <array>
@@ -20,18 +20,18 @@ class StripeSender {
  public:
   explicit StripeSender(Channel& socket) : socket_(socket) {}
 
-  bool has_room() const { return !full_; }  // as far as is known
+  bool has_room() const { return !full_; }  // at the last send
   bool flushed() const { return rest_.empty(); }
 
   // Takes the next `length` bytes of `from` as the stripe at `offset`. kOk: all of them, kWouldBlock: none.
   IoResult put(uint64_t offset, std::size_t length, const PieceCursor& from);
-  IoResult flush();                  // the socket has room again, or may have. kWouldBlock: not enough
-  IoResult finish(uint64_t offset);  // the stream ends there; nothing may be put any more
+  IoResult flush();                  // sends the rest. kWouldBlock: there is not enough room
+  IoResult finish(uint64_t offset);  // marks the end of the stream; no `put` may follow
 
-  // Where in the stream the first stripe begins that may not have come to the peer's channel whole; nullopt: all have.
+  // The position of the first stripe that may not have reached the peer's channel whole; nullopt: all have.
   std::optional<uint64_t> undelivered_from();
-  // The peer's host acknowledges what comes on a socket that its channel does not have yet, and would not read it if the
-  // connection broke now: none of it counts as delivered, until something comes back on the socket.
+  // The peer's host acknowledges bytes on a socket that its channel does not have yet, and would not read them if the
+  // connection broke now: none counts as delivered until a byte comes back on the socket.
   void doubt() { doubted_ = true; }
   void trust() { doubted_ = false; }
 
@@ -40,16 +40,16 @@ class StripeSender {
 
   struct Put {
     uint64_t offset;  // of a stripe, in the stream
-    uint64_t end;     // of it, in what this socket carries
+    uint64_t end;     // of it, in the bytes of this socket
   };
 
   IoResult send_rest();
 
   Channel& socket_;
-  std::deque<Put> put_;  // of which it is not known whether they have come
+  std::deque<Put> put_;  // not known to be delivered
   std::size_t most_put_ = kLeastPut;
   uint64_t carried_ = 0;         // bytes
-  std::vector<std::byte> rest_;  // of a stripe that the socket has begun
+  std::vector<std::byte> rest_;  // the unsent rest of a stripe
   std::size_t rest_sent_ = 0;
   std::vector<iovec> pieces_;
   bool full_ = false;
@@ -61,17 +61,17 @@ class StripeReceiver {
  public:
   explicit StripeReceiver(Channel& socket) : socket_(socket) {}
 
-  // Reads what has come. Bytes whose turn it is go to `to`; it stops where that is full.
+  // Reads the socket. Bytes that are next in the stream go to `to`; stops when that is full.
   void pull(ReorderBuffer& buffer, PieceCursor& to);
-  bool has_begun() const { return begun_; }  // something has come
+  bool has_begun() const { return begun_; }  // a byte has come
 
-  // The next stripe is out of the buffer's reach: it waits in the system.
+  // The next stripe is beyond the buffer's limit: it stays in the kernel.
   bool stalled(const ReorderBuffer& buffer) const {
     return stripe_ && block_.empty() && filled_ == 0 && !buffer.reaches(stripe_->end());
   }
   bool ended() const { return ended_; }
-  int error_number() const { return error_number_; }                  // that ended it
-  std::optional<uint64_t> stream_end() const { return stream_end_; }  // it has come
+  int error_number() const { return error_number_; }                  // of the socket's failure
+  std::optional<uint64_t> stream_end() const { return stream_end_; }  // if the final stripe has come
 
  private:
   bool read_head(ReorderBuffer& buffer);
@@ -82,9 +82,9 @@ class StripeReceiver {
   Channel& socket_;
   std::array<std::byte, Stripe::kHeadBytes> head_{};
   std::size_t head_filled_ = 0;
-  std::optional<Stripe> stripe_;  // whose bytes come now
+  std::optional<Stripe> stripe_;  // the one being received
   std::size_t filled_ = 0;
-  std::vector<std::byte> block_;  // where they go, unless it is their turn
+  std::vector<std::byte> block_;  // their memory, unless they are next
   std::vector<iovec> pieces_;
   uint64_t least_ = 0;  // where the next stripe begins at the earliest
   bool begun_ = false;

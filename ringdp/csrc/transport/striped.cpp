@@ -24,14 +24,14 @@ namespace {
 constexpr std::size_t kStripeBytes = 16 * 1024;
 constexpr std::size_t kLeastStripeBytes = 4 * 1024;
 constexpr std::size_t kShortStripeBytes =
-    2 * 1400;  // what a socket sends at once after a rest; the next packets follow at its rate
-constexpr std::size_t kUnsentBytes = 32 * 1024;  // of one socket: more would wait behind its losses
-constexpr int64_t kRestsMs = 200;              // one that has carried nothing for so long knows the round trip of then
-constexpr uint64_t kArrivesBytes = 16 * 1024;  // on any of them: large packets do
-constexpr int64_t kUnluckyMs = 15'000;         // without an answer on one socket: the sixth time a packet is sent again
+    2 * 1400;                                    // what a socket sends at once after a pause; later packets are paced
+constexpr std::size_t kUnsentBytes = 32 * 1024;  // of one socket: more bytes would wait for its retransmissions
+constexpr int64_t kRestsMs = 200;                // after so long without bytes its round trip is outdated
+constexpr uint64_t kArrivesBytes = 16 * 1024;    // on any socket: so large packets arrive
+constexpr int64_t kUnluckyMs = 15'000;           // without an answer on one socket: about six retransmissions
 // In the events of sockets:
 constexpr uint32_t kRoom = kMostStreams;  // one of them has room
-constexpr uint32_t kMore = kRoom + 1;     // what is here already was not all taken
+constexpr uint32_t kMore = kRoom + 1;     // unread bytes are buffered here
 constexpr std::size_t kMostEvents = kMore + 1;
 
 Fd make_epoll() {
@@ -67,17 +67,17 @@ class StripedChannel final : public Channel {
     for (auto& it : sockets) add(std::move(it));
     watch(readable_, room_.get(), kRoom, EPOLLIN);
     watch(readable_, more_.get(), kMore, EPOLLIN);
-    look_for_room();  // each has some: nobody need be woken for that
+    look_for_room();  // each has room: clears the events
   }
 
   IoResult send(std::span<const iovec> pieces) override;
   IoResult receive(std::span<const iovec> pieces) override;
   void noticed() override { look_for_room(); }
 
-  // The stream's later stripes go on it, too.
+  // Later stripes are also sent on it.
   void add_stream(Fd socket) override {
     if (lanes_.size() == kMostStreams || closing_ || abandoned_ || send_error_ != 0)
-      return;  // its other end sees it end
+      return;  // the other side sees its end
     add(make_tcp_channel(std::move(socket)));
     lanes_.back()->out.doubt();
     if (silence_ms_ > 0) lanes_.back()->socket->watch_host(silence_ms_);
@@ -91,7 +91,7 @@ class StripedChannel final : public Channel {
     for (auto& it : lanes_) it->socket->limit_unsent(stripe_bytes_);
   }
 
-  // A stripe that has come is of no use without those before it.
+  // A delivered stripe counts only if all before it are delivered.
   std::size_t undelivered() override {
     uint64_t from = sent_;
     for (auto& it : lanes_) from = std::min(from, it->out.undelivered_from().value_or(sent_));
@@ -116,7 +116,7 @@ class StripedChannel final : public Channel {
     for (auto& it : lanes_) it->socket->watch_host(silence_ms);
   }
 
-  // The host answers as long as it does on one of them.
+  // The host answers if it answers on one of them.
   int64_t host_silence_ms() override {
     int64_t shortest = 0;
     for (auto& it : lanes_)
@@ -156,15 +156,15 @@ class StripedChannel final : public Channel {
   IoStatus end_of_stream(int& error_number);
   void abandon();
 
-  Fd readable_;  // a socket has bytes, or one of these two says something
-  Fd room_;      // a socket that had no room has some: said once
+  Fd readable_;  // a socket has bytes, or one of the next two is readable
+  Fd room_;      // a socket has room again; edge-triggered
   Fd more_;      // eventfd(2)
   std::vector<std::unique_ptr<Lane>> lanes_;
   ReorderBuffer buffer_;
   std::size_t stripe_bytes_ = kStripeBytes;
   std::size_t turn_ = 0;  // the lane that is asked first
   CrowdedLine line_;
-  uint64_t arrived_ = 0;  // bytes, when they were last seen to
+  uint64_t arrived_ = 0;  // bytes, at the last growth
   Clock::time_point arrived_at_ = Clock::now();
   uint64_t sent_ = 0;
   int send_error_ = 0;
@@ -202,7 +202,7 @@ IoResult StripedChannel::send(std::span<const iovec> pieces) {
   const std::size_t in_use = line_.in_use(lanes_.size());
   PieceCursor from(pieces);
   bool looked = false;
-  // All of them carry a part of what is short: it is there sooner.
+  // A short message is divided over all sockets, so it arrives sooner.
   const std::size_t share = (from.left() + in_use - 1) / in_use;
   const std::size_t stripe = std::clamp(share, std::min(kShortStripeBytes, stripe_bytes_), stripe_bytes_);
   while (from.left() > 0 && send_error_ == 0) {
@@ -245,7 +245,7 @@ IoResult StripedChannel::receive(std::span<const iovec> pieces) {
   return {status, 0, error_number};
 }
 
-// One that waits for its turn, or has ended, would wake the driver again and again.
+// A socket beyond the buffer's limit, or at its end, would wake the driver again and again.
 void StripedChannel::follow(uint32_t lane) {
   Lane& it = *lanes_[lane];
   const bool wanted = !it.in.ended() && !it.in.stalled(buffer_);
@@ -268,7 +268,7 @@ bool StripedChannel::wake_stalled() {
   return woken;
 }
 
-// What waits here in order makes no socket readable.
+// Bytes that are buffered here in order do not make a socket readable.
 void StripedChannel::note_more() {
   if (buffer_.ready() == says_more_) return;
   says_more_ = !says_more_;
@@ -277,8 +277,7 @@ void StripedChannel::note_more() {
       says_more_ ? ::write(more_.get(), &value, sizeof(value)) : ::read(more_.get(), &value, sizeof(value));
 }
 
-// Nothing has come. A socket that ends before its stream does ends all: what the others bring is still taken in, and then
-// nothing is waited for.
+// Nothing has come. A socket that ends before the stream ends the channel, after bytes of the others were read.
 IoStatus StripedChannel::end_of_stream(int& error_number) {
   std::size_t ended = 0;
   for (auto& it : lanes_) {
@@ -299,7 +298,7 @@ IoStatus StripedChannel::end_of_stream(int& error_number) {
   return error_number == 0 ? IoStatus::kClosed : IoStatus::kBroken;
 }
 
-// The peer sees the same on all sockets, and ends them too.
+// Closes all sockets, so that the peer ends the channel too.
 void StripedChannel::abandon() {
   if (std::exchange(abandoned_, true)) return;
   for (auto& it : lanes_) it->socket->close_send();
@@ -315,7 +314,7 @@ Channel::HeldUp StripedChannel::held_up() {
     longest_silence = std::max(longest_silence, silence);
     if (held_up.ms > longest.ms) longest = held_up;
   }
-  // Where packets arrive on the others, it is no path that loses the large ones.
+  // If the other connections deliver, the MTU is not the problem.
   const auto now = Clock::now();
   if (const auto all = carried(); all && all->bytes - arrived_ >= kArrivesBytes) {
     arrived_ = all->bytes;
@@ -323,7 +322,7 @@ Channel::HeldUp StripedChannel::held_up() {
   }
   const auto since_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - arrived_at_).count();
   if (longest.ms < kUnluckyMs) longest.ms = std::min<int64_t>(longest.ms, since_ms);
-  // On one of them nothing arrives, on others it does. One of many is unlucky more often than one alone.
+  // One socket delivers nothing, others do. With many sockets such bad luck is more frequent, so the limit is longer.
   if (longest.ms == 0 && longest_silence >= kUnluckyMs && shortest_silence < kUnluckyMs) longest.ms = longest_silence;
   return longest;
 }

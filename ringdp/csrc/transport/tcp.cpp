@@ -37,7 +37,7 @@ uint16_t parse_port(const std::string& text, const std::string& whole) {
   return static_cast<uint16_t>(value);
 }
 
-// Not gathered until the last bytes are acknowledged (Nagle): messages of the rendezvous are small, too.
+// Without Nagle's algorithm: messages of the rendezvous are small, too.
 void send_at_once(int fd) {
   int one = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
@@ -70,7 +70,7 @@ class TcpChannel final : public Channel {
     }
   }
 
-  void limit_unsent(std::size_t bytes) override {  // tcp(7): without it, as much waits as the send buffer holds
+  void limit_unsent(std::size_t bytes) override {  // tcp(7): without it, the queue is as long as the send buffer
     const int most = static_cast<int>(bytes);
     setsockopt(fd_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
   }
@@ -84,7 +84,7 @@ class TcpChannel final : public Channel {
       if (moved > 0) return {IoStatus::kOk, static_cast<std::size_t>(moved), 0};
       if (moved == 0 && !std::exchange(ended_, true)) {
         if (!ended_by_peer()) shutdown(fd_.get(), SHUT_RDWR);
-        continue;  // what came until now is read
+        continue;  // reads what came until now
       }
       if (moved == 0) return {IoStatus::kClosed, 0, 0};
       if (errno == EINTR) continue;
@@ -92,20 +92,20 @@ class TcpChannel final : public Channel {
     }
   }
 
-  // What a host has acknowledged its process can read, also from a connection that has broken since.
+  // A process can read the bytes that its host has acknowledged, even if the connection has broken since.
   std::size_t undelivered() override {
     int bytes = 0;
     return ioctl(fd_.get(), SIOCOUTQ, &bytes) != 0 ? SIZE_MAX : static_cast<std::size_t>(bytes);
   }
-  // tcp(7): SIOCOUTQ is what is not acknowledged yet. A close with unread input resets the connection and drops that.
+  // tcp(7): SIOCOUTQ counts unacknowledged bytes. A close with unread input resets the connection and drops them.
   bool drained() override {
     int unacknowledged = 0;
     return ioctl(fd_.get(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
   }
   void close_send() override { shutdown(fd_.get(), SHUT_WR); }
 
-  // tcp(7): a stopped or busy process does not matter, its kernel answers. TCP_USER_TIMEOUT would end the connection to a
-  // peer that lives and does not read.
+  // tcp(7): the kernel answers even if the process is stopped or busy. Not TCP_USER_TIMEOUT, which would end the
+  // connection to a peer that lives and does not read.
   void watch_host(int64_t silence_ms) override {
     int on = 1, count = 3, period_s = static_cast<int>(std::max<int64_t>(1, silence_ms / 1000 / (count + 1)));
     setsockopt(fd_.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
@@ -114,8 +114,8 @@ class TcpChannel final : public Channel {
     setsockopt(fd_.get(), IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof(count));
   }
 
-  // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. Bytes that are
-  // held back because the peer's window is shut are not owed: its host answers the probes.
+  // Keepalive rests while bytes are under way, and retransmission gives up after a quarter of an hour only. A closed
+  // window of the peer is not silence: its host answers the probes.
   int64_t host_silence_ms() override { return watch_.host_silence_ms(); }
   HeldUp held_up() override { return watch_.held_up(); }
   std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
@@ -124,8 +124,8 @@ class TcpChannel final : public Channel {
   std::string describe() const override { return description_; }
 
  private:
-  // False: only this side reads no more (somebody shut it down). The peer could send on, and its host would count that
-  // as arrived.
+  // False: only this side's reading was shut down. The peer could still send, and its host would count those bytes as
+  // delivered.
   bool ended_by_peer() const {
     tcp_info info{};
     socklen_t length = sizeof(info);
@@ -141,7 +141,7 @@ class TcpChannel final : public Channel {
   Fd fd_;
   TcpWatch watch_{fd_.get()};
   std::string description_;
-  bool ended_ = false;  // there is nothing more to be received
+  bool ended_ = false;  // no more bytes will be received
 };
 
 }  // namespace
@@ -226,7 +226,7 @@ std::optional<TcpListener> TcpListener::try_bind(const std::string& ip, uint16_t
   SocketAddress wanted = SocketAddress::from_ip(ip, port);
   Fd fd(socket(wanted.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   int one = 1;
-  // A port that a process listens on stays refused; connections of a job that has ended no longer block theirs.
+  // SO_REUSEADDR: a port with a listener stays refused; old connections of an ended job do not block its port.
   if (!fd || (port != 0 && setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) != 0) ||
       bind(fd.get(), wanted.raw(), wanted.length()) != 0 || listen(fd.get(), backlog) != 0) {
     error_number = errno;
@@ -254,7 +254,7 @@ std::optional<std::pair<Fd, SocketAddress>> TcpListener::accept(int& error_numbe
   socklen_t length = sizeof(storage);
   int fd = accept4(fd_.get(), reinterpret_cast<sockaddr*>(&storage), &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (fd < 0) {
-    // Otherwise there is no caller, or a connection died while it waited.
+    // Otherwise no connection waits, or one has died in the backlog.
     bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
     error_number = short_of ? errno : 0;
     return std::nullopt;

@@ -22,7 +22,7 @@ class SocketAddress {
   // "10.0.0.1:29500", "[fe80::1%eth0]:29500"; throws Error(kValue).
   static SocketAddress parse(const std::string& text);
   static SocketAddress from_ip(const std::string& ip, uint16_t port);
-  static SocketAddress far_end_of(int fd);  // family AF_UNSPEC: it is not a connected socket
+  static SocketAddress far_end_of(int fd);  // family AF_UNSPEC if it is not a connected socket
   static SocketAddress from_raw(const sockaddr* raw, socklen_t length);
 
   std::string text() const;
@@ -42,14 +42,14 @@ class SocketAddress {
 // Listens at `address` as long as it lives.
 class TcpListener {
  public:
-  // On port 0 any. nullopt, with errno's value, where the address or the port cannot be had.
+  // Port 0 takes any. nullopt, with errno's value, if the address or port is not available.
   static std::optional<TcpListener> try_bind(const std::string& ip, uint16_t port, int backlog, int& error_number);
 
-  // nullopt: no caller now; with `error_number` not 0: or none can be let in for want of descriptors or memory.
+  // nullopt: no connection waits; with `error_number` not 0, none can be accepted, for lack of descriptors or memory.
   std::optional<std::pair<Fd, SocketAddress>> accept(int& error_number);
   SocketAddress address() const { return address_; }
   int poll_fd() const { return fd_.get(); }
-  TcpListener share() const;  // the same socket once more, by a descriptor of its own; throws Error(kSystem)
+  TcpListener share() const;  // the same socket with another descriptor; throws Error(kSystem)
 
  private:
   TcpListener() = default;
@@ -58,12 +58,12 @@ class TcpListener {
   SocketAddress address_;
 };
 
-// Starts connecting; the descriptor turns writable when it is decided, `connect_error` then says how (0: connected).
-// An empty Fd and errno's value where that fails at once (no route, no descriptor).
+// Starts connecting; the descriptor turns writable at the end, and `connect_error` then gives the result (0:
+// connected). An empty Fd and errno's value if that fails at once (no route, no descriptor).
 Fd start_connect(const SocketAddress& to, int& error_number);
 int connect_error(int fd);
 std::size_t largest_payload(
-    int fd);  // bytes that one packet of a connected socket carries; 0: it leads to this host, or that is unknown
+    int fd);  // bytes that one packet of a connected socket carries; 0: inside this host, or unknown
 std::string connection_text(int fd);  // "10.0.0.1:41000 -> 10.0.0.2:29500"
 
 // Takes a connected non-blocking socket.

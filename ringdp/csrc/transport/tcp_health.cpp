@@ -13,11 +13,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr uint32_t kProbesOwed = 2;        // one probe without an answer yet is everyday life
-constexpr milliseconds kAbsence{2000};     // between two looks: this process was stopped itself
+constexpr uint32_t kUnansweredProbes = 2;  // one unanswered probe is normal
+constexpr milliseconds kAbsence{2000};     // between two calls: this process itself was stopped
 constexpr milliseconds kDoubt{1000};       // without an answer, or an advance
 constexpr milliseconds kAnswersNow{2000};  // what counts as answering
-constexpr uint32_t kSentAgain = 2;  // times, while the host answers: with the pauses between it is no chance loss
+constexpr uint32_t kSentAgain = 2;  // retransmissions while the host answers: with the pauses between them not chance
 
 constexpr uint8_t kClosed = 7;  // TCP_CLOSE of netinet/tcp.h
 
@@ -73,23 +73,23 @@ void TcpHealth::look(const Counters& counters, Clock::time_point now) {
   const bool absent = now - looked_at_ > kAbsence;
   const bool advanced = counters.acknowledged != last_.acknowledged || counters.packet_bytes != last_.packet_bytes;
   const bool received = counters.received != last_.received;
-  owed_ = counters.unacknowledged > 0 || counters.probes >= kProbesOwed;
-  if (!owed_ || absent) silent_since_ = now;
+  unacknowledged_ = counters.unacknowledged > 0 || counters.probes >= kUnansweredProbes;
+  if (!unacknowledged_ || absent) silent_since_ = now;
   silent_since_ = std::max(silent_since_, now - milliseconds(counters.since_ack_ms));
   sent_again_ += counters.retransmitted - last_.retransmitted;
   if (counters.refused() && last_.refused() && counters.sent != last_.sent) ++sent_again_;
-  if (!counters.pending() || advanced || absent) {  // a smaller packet_bytes: the kernel looks for what passes
+  if (!counters.pending() || advanced || absent) {  // a smaller packet_bytes: the kernel probes for a size that passes
     held_up_since_ = now;
     answers_ = false;
   }
   last_ = counters;
-  // Packets that acknowledge nothing are signs of life, too: the peer's keepalive.
+  // Packets without an acknowledgement count as answers too: the peer's keepalive.
   if (received && !absent && counters.since_ack_ms > ms_between(looked_at_, now)) silent_since_ = now;
   if (received && !advanced && !absent) note_answer(now);
   looked_at_ = now;
 }
 
-void TcpHealth::heard_elsewhere(Clock::time_point now) {
+void TcpHealth::answered_elsewhere(Clock::time_point now) {
   silent_since_ = now;
   note_answer(now);
 }
@@ -100,7 +100,9 @@ void TcpHealth::note_answer(Clock::time_point now) {
   answered_at_ = now;
 }
 
-int64_t TcpHealth::silence_ms(Clock::time_point now) const { return owed_ ? ms_between(silent_since_, now) : 0; }
+int64_t TcpHealth::silence_ms(Clock::time_point now) const {
+  return unacknowledged_ ? ms_between(silent_since_, now) : 0;
+}
 
 int64_t TcpHealth::held_up_ms(Clock::time_point now) const {
   if (reset_) return last_.pending() ? ms_between(held_up_since_, now) : 0;

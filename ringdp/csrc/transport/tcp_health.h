@@ -1,5 +1,6 @@
-// TcpHealth: what the kernel's counters of a connection tell of the peer's host and of the path to it, whatever the peer's
-// process does. Bookkeeping only: numbers and time come in from outside. Owned by a TcpWatch, used by its thread.
+// TcpHealth: judges from the kernel's counters of a connection whether the peer's host answers and whether the path
+// delivers, independently of the peer's process. Bookkeeping only: numbers and time come in from outside. Owned by a
+// TcpWatch, used by its thread.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@
 
 namespace ringdp {
 
-// The shortest round trip of a connection so far, by the kernel: what a busy process adds does not count. 0: it does not know.
+// The shortest round trip of a connection so far, measured by the kernel, so without the delays of a busy process. 0:
+// unknown.
 int64_t tcp_round_trip_us(int fd);
 
 class TcpHealth {
@@ -30,8 +32,8 @@ class TcpHealth {
     std::size_t window_bytes = 0;     // that the peer has room for
 
     static std::optional<Counters> of(int fd);
-    // Something should arrive. The first hop may drop a packet so that the kernel knows of it (an interface whose other end
-    // has a smaller MTU): then nothing is under way, and it tries again and again.
+    // Whether bytes should arrive. If the first hop drops a packet and the kernel knows it (an interface whose other
+    // end has a smaller MTU), no bytes are in flight, but the kernel retries.
     bool pending() const { return unacknowledged > 0 || refused(); }
     bool refused() const { return unacknowledged == 0 && waiting_bytes > 0 && window_bytes >= packet_bytes; }
   };
@@ -41,30 +43,30 @@ class TcpHealth {
   explicit TcpHealth(Clock::time_point now) : looked_at_(now), silent_since_(now), held_up_since_(now) {}
 
   void look(const Counters& counters, Clock::time_point now);
-  void heard_elsewhere(Clock::time_point now);  // the host has answered, not on this connection
-  void note_reset() { reset_ = true; }          // the host has ended the connection, which is an answer
+  void answered_elsewhere(Clock::time_point now);  // the host has answered on another connection
+  void note_reset() { reset_ = true; }             // a reset by the host, which is an answer
 
-  // How long the host has owed an acknowledgement and said nothing at all; 0: it owes none.
+  // For how long an acknowledgement is overdue and no packet has come; 0: none is overdue.
   int64_t silence_ms(Clock::time_point now) const;
-  // How long nothing of what is under way has arrived, sent again several times, while the host answers otherwise: the path
-  // loses it. 0 while that is not certain.
+  // For how long no byte in flight has arrived, after several retransmissions, while the host answers: the path loses
+  // them. 0 while that is not certain.
   int64_t held_up_ms(Clock::time_point now) const;
   std::size_t packet_bytes_under_way() const;  // at most
-  bool doubtful(Clock::time_point now) const;  // whether the host answers would decide: ask it elsewhere
+  bool doubtful(Clock::time_point now) const;  // an answer of the host would decide: ask it on another connection
 
  private:
   void note_answer(Clock::time_point now);
 
   Counters last_;
   Clock::time_point looked_at_;
-  Clock::time_point silent_since_;   // now, while it owes nothing
-  Clock::time_point held_up_since_;  // now, while something arrives
-  bool owed_ = false;
+  Clock::time_point silent_since_;   // the present time while no acknowledgement is overdue
+  Clock::time_point held_up_since_;  // the present time while bytes arrive
+  bool unacknowledged_ = false;
   bool reset_ = false;
   bool answers_ = false;  // since held_up_since_
   Clock::time_point answered_at_{};
   uint32_t sent_again_ = 0;         // packets, ever
-  uint32_t sent_again_before_ = 0;  // when it answered first
+  uint32_t sent_again_before_ = 0;  // at its first answer
 };
 
 }  // namespace ringdp

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kLongPathUs = 5000;          // over shorter ones any buffer is large enough
 constexpr int64_t kEnoughSeenUs = 500'000;     // of work
 constexpr uint64_t kLossy = 1000;              // one packet of so many
-constexpr std::size_t kShutBytes = 16 * 1024;  // a window smaller than that: the peer does not read
+constexpr std::size_t kShutBytes = 16 * 1024;  // with a smaller window the peer does not read
 constexpr const char* kEnough = "67108864";
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which setting of the system makes a connection over a long path slow, by the kernel's own account of what it waited for.
+// The system setting that makes a connection over a long path slow, by the kernel's counters of what it waited for.
 // Any thread.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace ringdp {
 
 struct TcpLimits {                  // of TCP_INFO, tcp(7), since the connection was made
-  int64_t busy_us = 0;              // with something to carry
+  int64_t busy_us = 0;              // with bytes to carry
   int64_t send_buffer_full_us = 0;  // of that: waiting for room in the send buffer
   int64_t window_full_us = 0;       // of that: waiting for the peer's window
   int64_t round_trip_us = 0;
@@ -20,7 +20,7 @@ struct TcpLimits {                  // of TCP_INFO, tcp(7), since the connection
 
   static TcpLimits of(int fd);
 
-  // Empty where none limits; else what does, and the value that would help.
+  // Empty if no setting limits it; else the setting, and a better value.
   std::string text() const;
 };
 

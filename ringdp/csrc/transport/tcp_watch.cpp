@@ -29,22 +29,22 @@ bool TcpWatch::look() {
   return true;
 }
 
-// Where both ends have only large packets under way, a path that loses those is as silent as one to a host that is gone.
-// A host that is there refuses a connection to this port, or takes it: small packets both.
+// If both ends have only large packets in flight, a path that loses those is as silent as a dead host. A live host
+// refuses or accepts a connection to this port, with small packets.
 void TcpWatch::ask_elsewhere(Clock::time_point now) {
   int error_number = EAGAIN;  // no answer
-  if (question_) {
-    pollfd polled{question_.get(), POLLOUT, 0};
-    if (poll(&polled, 1, 0) > 0) error_number = connect_error(question_.get());
-    if (error_number != EAGAIN || now - asked_at_ >= kAskEvery) question_.reset();
+  if (probe_) {
+    pollfd polled{probe_.get(), POLLOUT, 0};
+    if (poll(&polled, 1, 0) > 0) error_number = connect_error(probe_.get());
+    if (error_number != EAGAIN || now - asked_at_ >= kAskEvery) probe_.reset();
   }
-  if (error_number == EAGAIN && !question_ && health_.doubtful(now) && now - asked_at_ >= kAskEvery) {
+  if (error_number == EAGAIN && !probe_ && health_.doubtful(now) && now - asked_at_ >= kAskEvery) {
     asked_at_ = now;
     int failed = 0;
-    question_ = start_connect(peer_, failed);
-    if (!question_) error_number = failed;
+    probe_ = start_connect(peer_, failed);
+    if (!probe_) error_number = failed;
   }
-  if (error_number == 0 || error_number == ECONNREFUSED) health_.heard_elsewhere(now);
+  if (error_number == 0 || error_number == ECONNREFUSED) health_.answered_elsewhere(now);
 }
 
 }  // namespace ringdp

@@ -1,5 +1,6 @@
-// TcpWatch: looks at a connected socket that another object owns, and says whether the host at its other end is there and
-// whether what is sent arrives. Asks that host elsewhere where the socket alone cannot tell. Used by one thread at a time.
+// TcpWatch: watches a connected socket that another object owns: whether the host at its other end answers, and
+// whether sent bytes arrive. Probes that host with another connection if the socket alone does not show it. Used by
+// one thread at a time.
 #pragma once
 
 #include "base/fd.h"
@@ -23,7 +24,7 @@ class TcpWatch {
   int fd_;
   SocketAddress peer_;
   TcpHealth health_{Clock::now()};
-  Fd question_;
+  Fd probe_;
   Clock::time_point asked_at_{};
 };
 

@@ -72,10 +72,10 @@ class Plain:
         self.name, self._group = name, group
 
     def work(self, collective: Collective, size_bytes: int, place: Place) -> Work:
-        return _PlainWork(collective.task(size_bytes, place), self._group, place.device)
+        return PlainWork(collective.task(size_bytes, place), self._group, place.device)
 
 
-class _PlainWork:
+class PlainWork:
     def __init__(self, task: Task, group: dist.ProcessGroup, device: torch.device) -> None:
         self.task, self._group, self._device = task, group, device
 

@@ -1,9 +1,9 @@
 // As much of CUDA as ringdp/csrc uses, on the CPU: the kernels are compiled as C++ with this folder in front of the
-// toolkit's, and their index arithmetic, tails, shuffles and barriers run in every test. Blocks run one after the other, the
-// threads of a block as fibers that change hands where they meet (device.cpp). When a kernel runs, and where it finds the
-// memory of the device, is up to who links this: at_once.cpp for the tests beside it, tests/fake_cuda for its streams.
-// What it cannot show: races between blocks, speed, and the bits of NaNs that the device's arithmetic makes. All kernels
-// of a process run on one thread.
+// toolkit's, and their index arithmetic, tails, shuffles and barriers run in every test. Blocks run one after the
+// other, the threads of a block as fibers that change hands where they meet (device.cpp). When a kernel runs, and
+// where it finds the memory of the device, is up to who links this: at_once.cpp for the tests beside it,
+// tests/fake_cuda for its streams. What it cannot show: races between blocks, speed, and the bits of NaNs that the
+// device's arithmetic makes. All kernels of a process run on one thread.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ void map_addresses(uint64_t* words, std::size_t count);
 // Runs body once for each thread of each block. Throws std::logic_error where threads wait for others in vain.
 void run_grid(unsigned blocks, unsigned threads, const std::function<void()>& body);
 
-// What a thread can meet others for; those that meet must mean the same.
+// The operations at which threads synchronise; all threads of one must have called the same.
 enum class RendezvousRun { kShuffle, kBallot, kBlock };
 
 // Waits for all lanes of the warp; what each of them brought.

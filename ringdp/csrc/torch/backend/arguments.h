@@ -1,5 +1,5 @@
-// Checks of the arguments of torch's collectives, with the messages of torch's own backends, for which users' tests look.
-// They throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
+// Checks of the arguments of torch's collectives, with the messages of torch's own backends, which users' tests may
+// match. They throw Error(kValue) that begins with "ProcessGroupRing::<what>: ". Any thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,12 +24,13 @@ void require_all_like(const char* what, const std::vector<at::Tensor>& tensors, 
 // `whole` holds `parts` pieces of the size of `piece`.
 void require_parts(const char* what, const at::Tensor& whole, const at::Tensor& piece, int parts,
                    const char* whole_name, const char* piece_name);
-// The root of a gather or scatter brings one list with a tensor per rank, the others none. `kind`: "output" or "input".
+// The root of a gather or scatter passes one list with a tensor per rank, the other ranks none. `kind`: "output" or
+// "input".
 void require_root_list(const char* what, const std::vector<std::vector<at::Tensor>>& lists, bool root, int world,
                        const char* kind);
 
 std::vector<std::span<std::byte>> cut(std::span<std::byte> whole, int parts);
-// Cut along the first dimension: `rows[i]` of them each, or equally where `rows` is empty.
+// Cut along the first dimension into pieces of `rows[i]`, or equally if `rows` is empty.
 std::vector<std::span<std::byte>> cut_rows(const char* what, const at::Tensor& tensor, std::span<std::byte> memory,
                                            const std::vector<int64_t>& rows, int parts);
 

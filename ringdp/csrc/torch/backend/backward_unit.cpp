@@ -17,24 +17,24 @@ namespace {
 
 using torch::autograd::get_current_graph_task_id;
 
-UnitWords words_of(const std::vector<std::shared_ptr<BackwardUnit::Step>>& steps) {
-  UnitWords words;
-  words.batches = true;
+UnitDescription describe_unit(const std::vector<std::shared_ptr<BackwardUnit::Step>>& steps) {
+  UnitDescription unit;
+  unit.batches = true;
   std::vector<std::string> numbers;
   for (const auto& step : steps) {
     numbers.push_back(std::to_string(step->number()));
-    if (words.also_lost.empty()) words.also_lost = step->also_lost();
+    if (unit.also_lost.empty()) unit.also_lost = step->also_lost();
   }
   const bool same = std::all_of(numbers.begin(), numbers.end(), [&](const auto& it) { return it == numbers.front(); });
-  words.what = same ? "step " + numbers.front() : "the backward of steps " + join(numbers, ", ");
-  return words;
+  unit.what = same ? "step " + numbers.front() : "the backward of steps " + join(numbers, ", ");
+  return unit;
 }
 
 }  // namespace
 
 void at_end_of_backward(std::function<void()> run) {
   torch::autograd::Engine::get_default_engine().queue_callback([run = std::move(run)] {
-    torch::PyWarningHandler warnings;  // its end throws a warning that a filter makes an error
+    torch::PyWarningHandler warnings;  // its destructor throws if a filter turns a warning into an error
     try {
       run();
     } catch (...) {
@@ -111,7 +111,7 @@ BackwardUnit::Steps BackwardUnit::take_what_has_ended() {
   return steps;
 }
 
-// An exception has ended the backward whose end they wait for: their reducers say so in the next forward.
+// An exception has ended the backward for whose end they wait: their reducers report it in the next forward.
 void BackwardUnit::forget_orphans() {
   std::erase_if(open_, [](const Open& it) { return !it.ended && it.alive.expired(); });
   std::erase_if(open_, [this](const Open& it) {
@@ -130,7 +130,7 @@ void BackwardUnit::make(const Steps& steps) {
       for (std::size_t i = 1; i < steps.size(); ++i) {
         try {
           steps[i]->stopped();
-        } catch (...) {  // the first one's is thrown
+        } catch (...) {  // the first exception is thrown
         }
       }
       steps.front()->stopped();
@@ -148,7 +148,7 @@ void BackwardUnit::make(const Steps& steps) {
 }
 
 bool BackwardUnit::try_once(const Steps& steps, bool again) {
-  const uint64_t unit = elastic_->begin_unit(words_of(steps));
+  const uint64_t unit = elastic_->begin_unit(describe_unit(steps));
   const uint64_t view = elastic_->view();
   try {
     again = again || std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step->must_send_again(); });
@@ -157,7 +157,7 @@ bool BackwardUnit::try_once(const Steps& steps, bool again) {
     for (const auto& step : steps) {
       const std::vector<double> weights = step->weights();
       if (weights.empty()) continue;
-      elastic_->know_weights(weights);
+      elastic_->set_weights(weights);
       break;
     }
     for (const auto& step : steps) step->wait();

@@ -120,7 +120,7 @@ bool share_memory(const std::vector<at::Tensor>& tensors) {
 
 namespace {
 
-// From its first element to its last, whatever lies between them.
+// The bytes from its first element to its last, gaps included.
 std::span<const std::byte> extent(const at::Tensor& tensor) {
   int64_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
@@ -220,7 +220,7 @@ void Buffers::use(const at::Tensor& tensor, bool write) {
   if (!staging_) staging_ = devices_.make_staging(*device_, what_);
 }
 
-// Of memory whose strides are not those of a flat buffer the device itself makes one, and takes it apart.
+// For other strides than those of a flat buffer the device copies into a flat one, and back.
 std::span<std::byte> Buffers::stage(at::TensorList tensors, bool read, bool write) {
   const c10::InferenceMode inference;  // as in `before`
   const c10::DeviceGuard guard(tensors[0].device());
@@ -243,7 +243,7 @@ std::span<std::byte> Buffers::stage(at::TensorList tensors, bool read, bool writ
     }
   }
   const at::Tensor host = DeviceSide::make_mirror(flat.nbytes(), *device_);
-  kept_.insert(kept_.end(), {flat, host});  // the mirror last
+  kept_.insert(kept_.end(), {flat, host});  // the mirror is the last one
   const std::span<std::byte> memory{static_cast<std::byte*>(host.mutable_data_ptr()), flat.nbytes()};
   staging_->queue().after_caller();
   staging_->mirror(memory, static_cast<std::byte*>(flat.mutable_data_ptr()), read, write);
@@ -270,12 +270,12 @@ void Buffers::multiply_at_start(const at::Tensor& host) {
 Buffers::~Buffers() {
   try {
     if (staging_ && !staging_->landed()) staging_->queue().wait();
-  } catch (const std::exception&) {  // after a fork, or of a device that is gone: no copies are made any more
+  } catch (const std::exception&) {  // after a fork, or if the device has failed: no copies run any more
   }
 }
 
-// The threads that drive are outside of the caller's inference_mode, in which alone its tensors may be changed; those of
-// others may be changed in it, too.
+// The driving thread is outside the caller's inference_mode, which is needed to change inference tensors; other
+// tensors may be changed in it, too.
 void Buffers::before() {
   const c10::InferenceMode inference;
   for (auto& step : at_start_) step();

@@ -1,5 +1,5 @@
-// Call: one call of torch's collective API. It collects the engine's operations of the call, then makes the Work, and waits
-// if the call is synchronous. A local variable of the calling thread, without the GIL.
+// Call: one call of torch's collective API. It collects the engine's operations of the call, then makes the Work, and
+// waits if the call is synchronous. A local variable of the calling thread, without the GIL.
 #pragma once
 
 #include <memory>
@@ -17,9 +17,9 @@ class Call {
        bool async_op, std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs,
        std::vector<at::Tensor> outputs);
 
-  // Options for the next operation; with `last` its end is the end of the call.
+  // Options for the next operation; with `last` it is the call's last one.
   CallOptions options(std::shared_ptr<Buffers> buffers, bool last = true);
-  // As gloo: with several lists of outputs the future's value is the list of them.
+  // As in gloo: with several lists of outputs the future's value is the list of them.
   void set_output_lists(const std::vector<std::vector<at::Tensor>>& lists) { work_->set_output_lists(lists); }
   void add(std::shared_ptr<Work> operation) { operations_.push_back(std::move(operation)); }
   c10::intrusive_ptr<c10d::Work> done();

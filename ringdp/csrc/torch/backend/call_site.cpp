@@ -12,12 +12,12 @@
 namespace ringdp {
 namespace {
 
-constexpr int kKeyFrames = 32;   // of a stack that tell it apart
-constexpr int kTextFrames = 20;  // of it that are remembered as text
+constexpr int kKeyFrames = 32;   // frames of a stack in its key
+constexpr int kTextFrames = 20;  // frames of a stack in its text
 constexpr std::size_t kSlots = 2 * static_cast<std::size_t>(kMostCallSites);
 
-// One frame of the interpreter: its code, where in it, and the frame below. Where Python has them is not part of its API;
-// it is the same throughout a minor release.
+// One frame of the interpreter: its code, the position in it, and the frame below. The layout is not part of Python's
+// API; it is constant within a minor release.
 #if defined(Py_GIL_DISABLED) || PY_VERSION_HEX >= 0x030F0000
 constexpr bool kKnown = false;
 struct Frame {
@@ -86,7 +86,7 @@ std::array<Slot, kSlots> slots;
 std::atomic<int32_t> known{0};
 std::mutex texts_mutex;
 
-// Never destroyed: threads may look while the process ends.
+// Never destroyed: threads may use it while the process ends.
 std::vector<std::string>& texts() {
   static auto* all = new std::vector<std::string>();
   return *all;
@@ -108,7 +108,7 @@ std::string utf8(PyObject* text) {
   return bytes != nullptr ? bytes : "?";
 }
 
-// With Python's lock. The code objects are never let go: then no other takes their place in a key.
+// With Python's lock. Keeps references to the code objects for ever, so that no other object gets an address in a key.
 std::string describe(PyThreadState* thread) {
   std::string out;
   PyFrameObject* frame = PyThreadState_GetFrame(thread);
@@ -117,7 +117,7 @@ std::string describe(PyThreadState* thread) {
     if (depth < kTextFrames)
       out += utf8(code->co_filename) + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " in " +
              utf8(code->co_name) + "\n";
-    // `code` stays referenced.
+    // Keeps a reference to `code`.
     PyFrameObject* back = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = back;

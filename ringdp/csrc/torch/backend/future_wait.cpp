@@ -17,10 +17,10 @@ struct Completion {
   std::condition_variable changed;
 };
 
-PyObject* helper_threads = nullptr;  // by Python's lock
+PyObject* helper_threads = nullptr;  // guarded by Python's lock
 
-// With Python's lock, by which threads begin and end. Throws what a signal's handler raises in the call: that is the
-// program's.
+// With Python's lock, under which threads begin and end. Throws an exception of a signal handler that runs in the
+// call, which is the program's.
 ProgramThreadCount count_program_threads() {
   const auto at = std::chrono::steady_clock::now();
   int threads = 0;
@@ -76,7 +76,7 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, c10::DeviceType 
   try {
     const auto options = group.getBackend(device)->getBackendOptions();
     return options ? options->timeout : std::chrono::milliseconds(0);
-  } catch (const c10::Error&) {  // not every backend has any
+  } catch (const c10::Error&) {  // not every backend has one
     return std::chrono::milliseconds(0);
   }
 }

@@ -49,7 +49,7 @@ Running& running() {
 void count_running(int change) {
   Running& it = running();
   std::lock_guard lock(it.mutex);
-  if (it.generation != fork_generation()) it.count = 0;  // a parent's threads are not here
+  if (it.generation != fork_generation()) it.count = 0;  // the parent's threads do not exist here
   it.generation = fork_generation();
   it.count += change;
   it.ended.notify_all();

@@ -1,6 +1,6 @@
-// Hooks: what torch's users are told of a process group of ring: that it fails (abort hooks, torch 2.14) and that an operation
-// has succeeded (completion hooks, torch 2.15). Owned by a ProcessGroupRing and shared with its works. Any thread; an abort
-// hook may take Python's lock, so it runs on a thread of its own, a completion hook must not.
+// Hooks: torch's abort hooks (2.14), called when a process group of ring fails, and completion hooks (2.15), called
+// when an operation has succeeded. Owned by a ProcessGroupRing and shared with its works. Any thread; an abort hook
+// may take Python's lock, so it runs on a thread of its own, a completion hook must not.
 #pragma once
 
 #include <atomic>
@@ -32,28 +32,30 @@ class Hooks {
   Hooks(const Hooks&) = delete;
   Hooks& operator=(const Hooks&) = delete;
 
-  // Throw Error(kValue) for a number that is in use, or is not. An abort hook that is removed has ended then.
+  // Throw Error(kValue) for a number that is in use, or for removing an unknown one. A removed abort hook is not
+  // running when this returns.
   void add_abort_hook(int64_t id, AbortHook hook);
   void remove_abort_hook(int64_t id);
   void add_completion_hook(int64_t id, CompletionHook hook);
   void remove_completion_hook(int64_t id);
 
-  // What Engine::listen takes: a failure runs the abort hooks, as long as the caller keeps it. It must go before this does.
+  // For Engine::listen: a failure runs the abort hooks, as long as the caller keeps the listener, which must be
+  // destroyed before this.
   std::shared_ptr<const FailureListener> make_listener() {
     return std::make_shared<const FailureListener>([this](const std::exception_ptr&) { on_failure(); });
   }
-  void run_abort_hooks() const;  // now, on this thread; what one throws goes to the log
-  // Returns when the abort hooks that a failure has started have ended; at once on the thread that runs them.
+  void run_abort_hooks() const;  // now, on this thread; exceptions are logged
+  // Waits for abort hooks that a failure has started; returns at once on the thread that runs them.
   void wait_for_abort_hooks();
-  // The same for all process groups, before Python ends: a hook may wait for its lock. Gives up after two minutes.
+  // The same for all process groups, before Python ends, since a hook may need its lock. Gives up after two minutes.
   static void wait_for_all_abort_hooks();
-  // `completion_key`: of the work that has succeeded.
+  // `completion_key`: of the successful work.
   void completed(uint64_t completion_key) const {
     if (has_completion_hooks_.load(std::memory_order_relaxed)) run_completion_hooks(completion_key);
   }
 
  private:
-  // By pointer: a hook may hold an object of Python's, and a copy or the end of one takes Python's lock.
+  // By pointer: a hook may own a Python object, whose copy or destruction takes Python's lock.
   template <typename Hook>
   using Table = std::map<int64_t, std::shared_ptr<const Hook>>;
 
@@ -68,7 +70,7 @@ class Hooks {
   std::vector<std::shared_ptr<const Hook>> all(const Table<Hook>& hooks) const;
 
   const unsigned generation_ = fork_generation();
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards the members below
   Table<AbortHook> abort_hooks_;
   Table<CompletionHook> completion_hooks_;
   std::unique_ptr<std::thread> aborting_;  // runs the abort hooks after a failure; null before the first

@@ -1,6 +1,5 @@
-// LastingGroup: torch's process group in an elastic job: it answers with the rank and the size of the present view. (torch's own
-// asks its backend for them since 2.14; before, they are what it was made with.)
-// Owned by Python. Any thread.
+// LastingGroup: torch's process group in an elastic job: it returns the rank and the size of the present view.
+// (torch's own asks its backend for them since 2.14; before, they are constant.) Owned by Python. Any thread.
 #pragma once
 
 #include <memory>

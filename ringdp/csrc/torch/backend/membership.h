@@ -1,4 +1,5 @@
-// Membership: what a process group moves its bytes with. Replaced as a whole when the group is reconfigured. Value type.
+// Membership: a process group's Runtime, group and listener. Replaced as a whole when the group is reconfigured. Value
+// type.
 #pragma once
 
 #include <memory>
@@ -12,7 +13,7 @@ struct Membership {
   std::shared_ptr<GroupHandle> group;
   std::shared_ptr<const FailureListener> listener;  // runs the abort hooks when the group fails
 
-  // Operations in flight fail; that is no failure for the hooks.
+  // Operations in flight fail; the abort hooks do not run.
   void close(const std::string& how = "destroyed") {
     listener.reset();
     if (group) group->close(how);

@@ -44,14 +44,15 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::s
   init();
 }
 
-// A lost member is no failure of a group that goes on without it.
+// The loss of a member is not a failure of an elastic group.
 std::shared_ptr<const FailureListener> ProcessGroupRing::listener_of_other_failures() {
   return std::make_shared<const FailureListener>([inner = hooks_->make_listener()](const std::exception_ptr& failure) {
     if (!is_loss(failure)) (*inner)(failure);
   });
 }
 
-// torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may need it.
+// torch's Python type of a Backend holds the GIL while it destroys one; the threads that this destructor joins may
+// need it.
 ProcessGroupRing::~ProcessGroupRing() {
   const WithoutPythonLock no_lock;
   if (elastic_) elastic_->on_install({});
@@ -81,7 +82,7 @@ void ProcessGroupRing::shutdown() {
   }
   for (const auto& work : unfinished) try {
       work->wait(kUnfinishedTimeout);
-    } catch (const std::exception&) {  // whoever needs its result has the error
+    } catch (const std::exception&) {  // its waiters have the error
     }
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs;
   {
@@ -217,7 +218,7 @@ std::shared_ptr<GroupHandle> ProcessGroupRing::counted() {
   return elastic_ && !UnitScope::active() ? elastic_->group_for_call() : group();
 }
 
-// Several tensors: each is one more input, and all of them receive the result.
+// Several tensors: each is an input, and all of them receive the result.
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
   require_not_empty("allreduce", tensors);
@@ -308,7 +309,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
   const auto group = counted();
   Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
             tensors, tensors);
-  if (share_memory(tensors)) {  // each stands for what it was before the call: all are read first
+  if (share_memory(tensors)) {  // inputs are the values before the call: all are read first
     auto buffers =
         std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
     auto memory = buffers->in_place(tensors);
@@ -368,7 +369,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOpti
   return call.done();
 }
 
-// A barrier waits for all ranks, so its error names all that are missing.
+// A barrier waits for all ranks, so its error names all missing ones.
 void ProcessGroupRing::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*waitAllRanks*/) {
   NamedScope name("monitored_barrier");
   c10d::BarrierOptions waiting = opts;

@@ -1,6 +1,6 @@
-// ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps its
-// Work; nothing else. Owned by torch's ProcessGroup. Any thread; the order of calls must be the same on all ranks. Called
-// without the GIL.
+// ProcessGroupRing: the backend "ring" of torch.distributed. Converts tensors and options, calls a GroupHandle, wraps
+// its Work; nothing else. Owned by torch's ProcessGroup. Any thread; the order of calls must be the same on all ranks.
+// Called without the GIL.
 #pragma once
 
 #include <memory>
@@ -25,13 +25,13 @@ class BackendWatchdog;
 
 class ProcessGroupRing final : public c10d::Backend {
  public:
-  // `owns_runtime`: this is the group that made the Runtime; its shutdown ends it.
+  // `owns_runtime`: this group made the Runtime, and ends it in its shutdown.
   ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
   // A group whose members may change after a loss. It makes the Runtime's default group.
   ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-  // A group that has no members before its first `reconfigure`. `rank`, `size`: what it answers until then.
-  // `installed`: called with each new Runtime, on the thread of the attempt.
+  // A group without members before its first `reconfigure`. `rank`, `size`: its values until then. `installed`: called
+  // with each new Runtime, on the thread of the attempt.
   ProcessGroupRing(int rank, int size, std::chrono::milliseconds timeout, Reconfigurer::Settings settings,
                    std::function<void(const std::shared_ptr<Runtime>&)> installed);
 #endif
@@ -43,28 +43,30 @@ class ProcessGroupRing final : public c10d::Backend {
                                            const c10d::AllreduceOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& opts) override;
-  // Its members now. Throws Error(kState) where it waits for its first reconfigure, or one is under way.
+  // The present members. Throws Error(kState) before its first reconfigure, or during one.
   std::shared_ptr<GroupHandle> group() const;
-  const std::shared_ptr<ElasticGroup>& elastic() const { return elastic_; }  // null: its members stay after a loss
-  const std::shared_ptr<BackwardUnit>& backward_unit() const { return backward_unit_; }  // null where `elastic` is
+  const std::shared_ptr<ElasticGroup>& elastic() const { return elastic_; }              // null: not an elastic group
+  const std::shared_ptr<BackwardUnit>& backward_unit() const { return backward_unit_; }  // null if `elastic` is
   int rank() const { return elastic_ ? elastic_->rank() : getRank(); }
   int size() const { return elastic_ ? elastic_->size() : getSize(); }
 
-  // The watchdog of a backend that moves this group's device tensors; made at the first call. See torch/backend/watchdog.h.
+  // The watchdog of a backend that moves this group's device tensors; made at the first call. See
+  // torch/backend/watchdog.h.
   std::shared_ptr<BackendWatchdog> watchdog(const c10::intrusive_ptr<c10d::Backend>& foreign);
 
-  // Of an operation that its caller waits for in the next step only. `shutdown` waits for it, so that a rank that ends first
-  // does not fail it for the others.
+  // An operation for which its caller waits only in the next step. `shutdown` waits for it, so that a rank that ends
+  // first does not fail it for the others.
   void finish_before_shutdown(const c10::intrusive_ptr<c10d::Work>& work);
 
-  // Beside torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
-  // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be null.
-  // `factors`: of each rank, by which its input is multiplied first, the same on all ranks; empty but for float32 and float64
-  // on the CPU. `input`: on the CPU, as `buffer`, read in its place and left as it is; undefined: the buffer is the input, too.
+  // Besides torch's calls, for the reducer and for communication hooks. `report` is filled in when the Work is done.
+  // `buffer`: dense, contiguous, of a floating type; in place. FiniteReport::own is an address in it. `report` may be
+  // null. `factors`: of each rank's input, the same on all ranks; only for float32 and float64 on the CPU, otherwise
+  // empty. `input`: on the CPU, as `buffer`; read instead of the buffer and not changed; undefined: the buffer is the
+  // input.
   c10::intrusive_ptr<c10d::Work> all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
                                                     std::shared_ptr<FiniteReport> report,
                                                     std::vector<double> factors = {}, at::Tensor input = {});
-  // `sections` lie in `buffer` (float32, on the CPU); `residuals` are the tensors they point into, kept alive.
+  // `sections` are in `buffer` (float32, on the CPU); `residuals` are the tensors into which they point, kept alive.
   c10::intrusive_ptr<c10d::Work> all_reduce_compressed(at::Tensor buffer, std::vector<CompressedSection> sections,
                                                        const Compression& compression,
                                                        std::shared_ptr<FiniteReport> report,
@@ -93,7 +95,7 @@ class ProcessGroupRing final : public c10d::Backend {
                                                      const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
                                         const c10d::GatherOptions& opts) override;
-  // Torch's since 2.14: as gather, with one tensor on the root in place of a list. Elsewhere `output` has no meaning.
+  // Torch's since 2.14: as gather, with one tensor on the root in place of a list. On other ranks `output` is ignored.
   virtual c10::intrusive_ptr<c10d::Work> gather_single(at::Tensor& output, at::Tensor& input,
                                                        const c10d::GatherOptions& opts);
   c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
@@ -115,9 +117,9 @@ class ProcessGroupRing final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return calls_.load(); }
   void shutdown() override;
   void abort() override;
-  c10d::ErrorType getError() override;  // of the group's failure; SUCCESS where this rank itself has aborted it
+  c10d::ErrorType getError() override;  // of the group's failure; SUCCESS if this rank itself has aborted it
 
-  // Torch's from 2.14 on (abort hooks) and 2.15 (completion hooks); see torch/backend/hooks.h.
+  // Torch's since 2.14 (abort hooks) and 2.15 (completion hooks); see torch/backend/hooks.h.
   virtual bool supportsAbortHooks() const { return true; }
   virtual void registerAbortHook(int64_t id, Hooks::AbortHook hook) { hooks_->add_abort_hook(id, std::move(hook)); }
   virtual void unregisterAbortHook(int64_t id) { hooks_->remove_abort_hook(id); }
@@ -139,7 +141,7 @@ class ProcessGroupRing final : public c10d::Backend {
   Membership membership() const;
   std::shared_ptr<GroupHandle> counted();  // the group, for one more call
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
-  Membership install(Membership made);  // returns what it replaces
+  Membership install(Membership made);  // returns the old one
   Reconfigurer& reconfigurer() const;
 #endif
   c10::intrusive_ptr<c10d::Work> receive(std::vector<at::Tensor>& tensors, int source, int tag, c10d::OpType type,
@@ -153,7 +155,7 @@ class ProcessGroupRing final : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   mutable std::mutex membership_mutex_;
   Membership membership_;             // shared with calls, and its Runtime by all groups made from the default group
-  std::atomic<bool> aborted_{false};  // by this rank, since it got these members
+  std::atomic<bool> aborted_{false};  // by this rank, since the last `install`
   std::mutex watchdogs_mutex_;
   std::vector<std::shared_ptr<BackendWatchdog>> watchdogs_;  // shared with the reducers that use them
   std::mutex unfinished_mutex_;
@@ -161,12 +163,12 @@ class ProcessGroupRing final : public c10d::Backend {
   std::atomic<uint64_t> calls_{0};
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   std::function<void(const std::shared_ptr<Runtime>&)> installed_;
-  std::unique_ptr<Reconfigurer> reconfigurer_;  // null: its members stay
+  std::unique_ptr<Reconfigurer> reconfigurer_;  // null: it does not reconfigure
 #endif
 };
 
-// The backend "ring" of a process group, for what torch's interface has no call for. Null where the group uses another
-// backend for that kind of device. Lives as long as the group.
+// The backend "ring" of a process group, for calls beyond torch's interface. Null if the group uses another backend
+// for that kind of device. Lives as long as the group.
 ProcessGroupRing* ring_of(c10d::ProcessGroup& group, c10::DeviceType device);
 
 }  // namespace ringdp

@@ -8,14 +8,14 @@
 namespace ringdp {
 namespace {
 
-// Several of one type go in one operation, whatever devices they are on: all ranks must decide alike.
+// Several of one type are one operation, independent of their devices: all ranks must decide alike.
 bool of_one_type(const std::vector<at::Tensor>& tensors) {
   return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& it) {
     return it.scalar_type() == tensors[0].scalar_type();
   });
 }
 
-// Whether a result of the same operation goes where `input`, the one at `index`, is still read.
+// Whether a result of the same operation overlaps `input`, the one at `index`, while it is still read.
 bool overlaps_another(const at::Tensor& input, std::size_t index, const std::vector<at::Tensor>& outputs) {
   if (input.numel() == 0) return false;
   for (std::size_t i = 0; i < outputs.size(); ++i)

@@ -95,7 +95,7 @@ c10::intrusive_ptr<c10d::Work> Reconfigurer::begin(const c10d::ReconfigureOption
   if (under_way_.exchange(true))
     throw Error(ErrorKind::kState,
                 "reconfigure: another attempt of this process group is under way: wait for its Work first");
-  end_thread(thread_);  // of the attempt before: it has nothing left to do, or is closing what it replaced
+  end_thread(thread_);  // of the last attempt: it has ended, or is closing the old members
   auto work = c10::make_intrusive<ReconfigureWork>();
   try {
     thread_ = start_thread("ringdp-meet", [this, work, members = members_of(options), timeout_ms, group_timeout_ms] {

@@ -1,6 +1,7 @@
-// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs at a
-// time, on a thread of its own: it meets the new members, makes a Runtime and a group of them, and gives both to its owner;
-// an attempt that fails gives nothing. Owned by a ProcessGroupRing; any thread, without the GIL.
+// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs
+// at a time, on a thread of its own: it runs a rendezvous with the new members, makes a Runtime and a group of them,
+// and passes both to its owner; an attempt that fails changes nothing. Owned by a ProcessGroupRing; any thread,
+// without the GIL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,9 +27,9 @@ class Reconfigurer {
     EngineOptions engine;
     AlgorithmTables tables;
     std::string name;        // of the group
-    int64_t timeout_ms = 0;  // of an attempt for which none is given
+    int64_t timeout_ms = 0;  // default of an attempt
   };
-  // Takes the new members, on the attempt's thread, and returns the old ones, which are left afterwards.
+  // Installs the new members, on the attempt's thread, and returns the old ones, which are closed afterwards.
   using Install = std::function<Membership(Membership)>;
 
   Reconfigurer(Settings settings, Install install);
@@ -48,8 +49,8 @@ class Reconfigurer {
   const Settings settings_;
   const Install install_;
   const unsigned generation_ = fork_generation();
-  std::mutex mutex_;                 // of what follows
-  Reconfiguration reconfiguration_;  // while an attempt is under way, its thread's
+  std::mutex mutex_;                 // guards the members below
+  Reconfiguration reconfiguration_;  // during an attempt, used by its thread only
   std::string handle_;
   std::unique_ptr<std::thread> thread_;
   std::atomic<bool> under_way_{false};

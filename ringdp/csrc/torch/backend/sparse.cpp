@@ -17,17 +17,17 @@ namespace {
 constexpr int64_t kMaxDims = 16;
 constexpr int64_t kHeaderNumbers = 3 + kMaxDims;  // elements, sparse dimensions, dense dimensions, sizes
 
-// What the stages share; held by their callbacks.
+// Shared by the stages; owned by their callbacks.
 struct SparseAllReduce {
   std::shared_ptr<GroupHandle> group;   // shared with the process group, which may be destroyed in between
-  std::shared_ptr<DeviceSide> devices;  // the same
+  std::shared_ptr<DeviceSide> devices;  // likewise
   int64_t timeout_ms;
   std::vector<at::Tensor> tensors;                 // the caller's
   at::Tensor mine;                                 // coalesced
   at::Tensor headers;                              // [world, kHeaderNumbers]
   std::vector<at::Tensor> indices, values;         // per rank
   std::vector<std::shared_ptr<Staging>> stagings;  // of the operations so far
-  std::optional<c10::Stream> stream;  // the caller's, if its tensors are on a device: the stages work there
+  std::optional<c10::Stream> stream;               // the caller's, if its tensors are on a device: the stages use it
   c10::intrusive_ptr<StagedWork> work;
 };
 using SparseAllReducePtr = std::shared_ptr<SparseAllReduce>;
@@ -47,7 +47,7 @@ std::vector<int64_t> sizes_in(const at::Tensor& header) {
   return {at + 3, at + 3 + std::min(kMaxDims, at[1] + at[2])};
 }
 
-// The options of one of the operations. When it is over, `next` runs, if given; else, or after an error, the work ends.
+// The options of one of the operations. After it `next` runs, if given; without it, or after an error, the work ends.
 CallOptions options_of(const SparseAllReducePtr& it, std::shared_ptr<Buffers> buffers,
                        void (*next)(const SparseAllReducePtr&)) {
   CallOptions options;

@@ -1,6 +1,6 @@
-// All-reduce of sparse COO tensors: an all-gather of how many elements each rank has, one of the elements themselves, and a
-// sum in rank order, which every rank does for itself. Bytes sent by each rank: (n-1) times its own elements and indices.
-// Called by ProcessGroupRing on any thread, without the GIL; its stages run on the completion threads.
+// All-reduce of sparse COO tensors: an all-gather of the numbers of elements, one of the elements, and a sum in rank
+// order, which every rank computes. Bytes sent by each rank: (n-1) times its own elements and indices. Called by
+// ProcessGroupRing on any thread, without the GIL; its stages run on the completion threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -25,7 +25,7 @@ void StagedWork::attempt(const std::function<void()>& stage) {
 
 void StagedWork::end(std::exception_ptr error) {
   finish(error);
-  if (!error && hooks_) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // as c10d::Work names itself
+  if (!error && hooks_) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // the id that c10d::Work uses
   if (error)
     future_->setError(error);
   else
@@ -46,7 +46,7 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
   std::exception_ptr error = exception_;
   lock.unlock();
   if (error) std::rethrow_exception(error);
-  future_->wait();  // a moment at most: `end` completes it right after this work
+  future_->wait();  // short: `end` completes it right after this work
   return true;
 }
 

@@ -1,5 +1,6 @@
-// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the earlier ones.
-// Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any thread.
+// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the
+// earlier ones. Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any
+// thread.
 #pragma once
 
 #include <memory>
@@ -13,7 +14,7 @@ namespace ringdp {
 
 class StagedWork final : public c10d::Work {
  public:
-  // `engine` may be null. The future stands for the streams that are current when the work ends.
+  // `engine` may be null. The future is for the streams that are current when the work ends.
   StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
              std::vector<at::Tensor> outputs, std::shared_ptr<Hooks> hooks = nullptr);
 
@@ -29,7 +30,7 @@ class StagedWork final : public c10d::Work {
 
  private:
   std::shared_ptr<Engine> engine_;  // shared with the Runtime; may be null
-  std::shared_ptr<Hooks> hooks_;    // of the process group, which hear of its success; may be null
+  std::shared_ptr<Hooks> hooks_;    // of the process group, called after its success; may be null
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the streams that are current where `end` is called
 };

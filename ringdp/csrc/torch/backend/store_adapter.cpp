@@ -25,8 +25,9 @@ StoreAdapter::StoreAdapter(c10::intrusive_ptr<c10d::Store> store, std::string pr
     watch_ = std::make_unique<StoreWatch>(tcp->getHost(), tcp->getPort());
 }
 
-// torch's stores throw DistNetworkError when their server is gone, or when the watch has ended the call, and DistStoreError
-// on a connection that was already found broken. None of the calls below waits for a key, so none can time out otherwise.
+// torch's stores throw DistNetworkError if their server has ended, or if the watch has ended the call, and
+// DistStoreError on a connection that was found broken before. None of the calls below waits for a key, so none can
+// time out otherwise.
 template <class Call>
 auto StoreAdapter::guarded(Call call) {
   struct Watched {
@@ -44,7 +45,7 @@ auto StoreAdapter::guarded(Call call) {
   } catch (const c10::DistError& error) {
     auto verdict = watch_ ? watch_->take_verdict() : std::nullopt;
     if (verdict && verdict->small_packets_pass) {
-      store_ = store_->clone();  // its messages are short enough from now on: what happened, and little else
+      store_ = store_->clone();  // a new connection, whose error messages are shorter
       ErrorContext context;
       context.peer = 0;
       context.advice = kLargePacketsAdvice;

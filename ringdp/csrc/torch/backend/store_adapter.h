@@ -1,4 +1,5 @@
-// torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the GIL.
+// torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the
+// GIL.
 #pragma once
 
 #include <memory>
@@ -9,7 +10,7 @@
 
 namespace ringdp {
 
-// Every key has the prefix, and what torch raises arrives as an Error.
+// Every key has the prefix, and torch's exceptions become Errors.
 class StoreAdapter final : public Store {
  public:
   // Keys get `prefix` in front.

@@ -17,11 +17,11 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLookEvery{500};
-constexpr milliseconds kLong{1000};  // what a call takes before it is looked at
+constexpr milliseconds kLong{1000};  // a call is checked after this time
 constexpr milliseconds kAskAfter{4000};
 constexpr milliseconds kFirstNotice{10'000};
 constexpr int64_t kHeldUpMs = 4000;
-constexpr int64_t kSilentMs = 8000;  // with this, all ranks know within ten seconds
+constexpr int64_t kSilentMs = 8000;  // in all, every rank has the error within ten seconds
 
 }  // namespace
 
@@ -76,7 +76,7 @@ void StoreWatch::run() {
   }
 }
 
-// torch does not give access to the store's socket: it is the one connected to the store's port.
+// torch does not give access to the store's socket: finds the one connected to the store's port.
 void StoreWatch::find_connections() {
   DIR* folder = opendir("/proc/self/fd");
   if (folder == nullptr) return;
@@ -89,8 +89,8 @@ void StoreWatch::find_connections() {
   closedir(folder);
 }
 
-// The store answers in the order of the requests. If it answers a later request, on another connection, the answer to this one
-// is lost. A connecting TCPStore sends a request, and may wait for its answer without a limit.
+// The store answers in the order of the requests. If it answers a later request, on another connection, the answer to
+// this one is lost. A connecting TCPStore sends a request, and may wait for its answer without a limit.
 bool StoreWatch::short_answers_come(Clock::time_point call) {
   const auto waited = Clock::now() - call;
   if (!answered_ && waited >= kAskAfter) {
@@ -108,7 +108,7 @@ bool StoreWatch::short_answers_come(Clock::time_point call) {
     };
     try {
       start_thread("ringdp-ask", ask)->detach();
-    } catch (const Error&) {  // then it is not asked
+    } catch (const Error&) {  // then no probe is sent
     }
   }
   return answered_ && *answered_ && waited >= kAskAfter + kLong;

@@ -1,7 +1,7 @@
-// StoreWatch: watches the calls of a joining rank to torch's TCPStore, which wait for an answer without a limit. It logs a call
-// that takes long. It ends a call whose request or answer does not arrive by shutting its connection down; `take_verdict` then
-// gives the reason. It has a thread of its own, which is active only while a call takes longer than a second.
-// Owned by the StoreAdapter, used by the thread that creates a process group.
+// StoreWatch: watches the calls of a joining rank to torch's TCPStore, which wait for an answer without a limit. It
+// logs a call that takes long. It ends a call whose request or answer does not arrive by shutting its connection down;
+// `take_verdict` then gives the reason. It has a thread of its own, which is active only while a call takes longer
+// than a second. Owned by the StoreAdapter, used by the thread that creates a process group.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ class StoreWatch {
 
   void begin_call();
   void end_call();
-  std::optional<Verdict> take_verdict();               // the reason for which a call was ended
+  std::optional<Verdict> take_verdict();               // the reason why it ended a call
   const std::string& place() const { return place_; }  // HOST:PORT
 
  private:
@@ -50,15 +50,15 @@ class StoreWatch {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::optional<Clock::time_point> began_;  // the call under way
+  std::optional<Clock::time_point> began_;  // of the call in progress
   std::optional<Verdict> verdict_;
   bool stopping_ = false;
 
-  // Of the watching thread, for the call that it looks at.
+  // Used by the watching thread, for the present call.
   Clock::time_point looked_at_{};
   std::map<int, TcpWatch> connections_;  // by descriptor
   Clock::duration notice_after_{};
-  std::shared_ptr<std::atomic<bool>> answered_;  // a short question; shared with the thread that asks it
+  std::shared_ptr<std::atomic<bool>> answered_;  // whether the probe was answered; shared with the probing thread
   std::unique_ptr<std::thread> thread_;
 };
 

@@ -49,7 +49,7 @@ BackendWatchdog::~BackendWatchdog() {
     close();
     return;
   }
-  // The thread exists in the parent only, whose mutex it may have held when this process was made.
+  // The thread exists in the parent only, and may have held the mutex during the fork.
   [[maybe_unused]] auto* thread = thread_.release();
   [[maybe_unused]] auto* state = new std::shared_ptr<State>(state_);
   [[maybe_unused]] auto* foreign = new c10::intrusive_ptr<c10d::Backend>(foreign_);
@@ -61,7 +61,8 @@ void BackendWatchdog::run(const std::shared_ptr<State>& state, const c10::intrus
   if (state->failure && !state->stopping) {
     const std::string cause = text_of(state->failure);
     lock.unlock();
-    // The log line comes before the abort, which may end the process (torch's watchdog of NCCL) or only show as wrong numbers.
+    // The log line comes before the abort, which may end the process (torch's watchdog of NCCL) or only show as wrong
+    // numbers.
     log(LogLevel::kError, "aborting " + state->name + ", which would wait for ever: " + cause);
     try {
       foreign->abort();
@@ -83,7 +84,7 @@ void BackendWatchdog::close() {
   state_->changed.notify_all();
   const bool ended = state_->changed.wait_for(lock, kLongestAbort, [&] { return state_->ended; });
   lock.unlock();
-  if (!ended && thread_->joinable()) thread_->detach();  // inside an abort() that does not return: it has the state
+  if (!ended && thread_->joinable()) thread_->detach();  // inside an abort() that does not return: it shares the state
   end_thread(thread_);
   thread_.reset();
 }

@@ -1,9 +1,9 @@
-// BackendWatchdog: watches over a backend that moves a group's device tensors (NCCL) beside `ring`, which connects the same
-// ranks. Ranks announce each of that backend's operations over ring, so that a disagreement is an error instead of a hang, a
-// late rank is named, and a lost peer is noticed as ever. When ring's group fails, the watchdog aborts the other backend,
-// whose kernels would wait for ever, and keeps the cause.
-// Owned by the ProcessGroupRing it stands beside, shared with the reducers that use it. Any thread, without the GIL. It has a
-// thread of its own, because abort() may take seconds and the engine's driver must not wait. In a forked child it does nothing.
+// BackendWatchdog: watches over a backend that moves a group's device tensors (NCCL) beside `ring`, which connects the
+// same ranks. Ranks announce each of that backend's operations over ring, so that a disagreement is an error instead
+// of a hang, and late and lost ranks are named. When ring's group fails, the watchdog aborts the other backend, whose
+// kernels would wait for ever, and keeps the cause. Owned by the ProcessGroupRing of the same group, shared with the
+// reducers that use it. Any thread, without the GIL. It has a thread of its own, because abort() may take seconds and
+// the engine's driver must not wait. In a forked child it does nothing.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -33,16 +33,16 @@ class BackendWatchdog {
   const std::string& backend() const { return state_->name; }
   bool watches(const c10d::Backend* foreign) const { return foreign_.get() == foreign; }
 
-  // Announces an operation that this rank is about to begin, under the current name. Does not wait for the other ranks;
-  // throws the group's failure. `by` is filled in.
+  // Announces the next operation of this rank, under the current name. Does not wait for the other ranks; throws the
+  // group's failure. Fills in `by`.
   std::shared_ptr<Work> announce(Announcement what);
   // Waits until all ranks have announced it; throws the announcement's error.
   void wait(Work& announcement);
 
   // Throws the failure of ring's group, if it has failed.
   void throw_if_failed() const;
-  // Called inside a catch block for an exception of the foreign backend. Waits a moment for a failure of ring's group and
-  // throws it, because it names the guilty rank; returns if there is none.
+  // Called inside a catch block for an exception of the foreign backend. Waits a moment for a failure of ring's group
+  // and throws it, because it names the guilty rank; returns if there is none.
   void throw_first_cause() const;
   // Waits for the foreign backend's future; throws ring's failure as soon as there is one. (On devices such futures are
   // complete at once, and their results are ordered by a stream.)
@@ -50,10 +50,10 @@ class BackendWatchdog {
 
   bool aborted() const;  // the foreign backend's abort() has returned
 
-  // Called before the group is destroyed in good order: waits until all ranks have announced this one's operations. Ignores
-  // errors, but not Python's signals.
+  // Called before the group is destroyed in good order: waits until all ranks have announced this one's operations.
+  // Ignores errors, but not Python's signals.
   void drain();
-  // Ends the thread; the foreign backend is aborted no more. Idempotent.
+  // Ends the thread; the foreign backend is not aborted from now on. Idempotent.
   void close();
 
  private:
@@ -79,8 +79,8 @@ class BackendWatchdog {
   const unsigned generation_ = fork_generation();
 };
 
-// The watchdog of the backend that reduces the group's tensors on that kind of device; null if that is ring itself, or if
-// ring is not in the group at all. Lives at least as long as the group's ring.
+// The watchdog of the backend that reduces the group's tensors on that kind of device; null if that is ring itself, or
+// if ring is not in the group at all. Lives at least as long as the group's ring.
 std::shared_ptr<BackendWatchdog> watchdog_of(c10d::ProcessGroup& group, c10::DeviceType device);
 
 }  // namespace ringdp

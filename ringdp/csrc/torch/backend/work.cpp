@@ -37,7 +37,7 @@ void RingWork::mark(std::exception_ptr error) {
     future = future_;
   }
   finish(error);                                                     // ends the profiler's event
-  if (!error) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // as c10d::Work names itself
+  if (!error) hooks_->completed(reinterpret_cast<uintptr_t>(this));  // the id that c10d::Work uses
   if (future && error) future->setError(error);
   if (future && !error) complete(future);
   marked_changed_.notify_all();
@@ -52,7 +52,7 @@ void RingWork::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
 void RingWork::complete_future() {
   std::unique_lock lock(future_mutex_);
   waited_ = true;
-  // Inside a callback that runs before this work's own, the mark comes only after that callback.
+  // Inside a callback that runs before this work's own, the future is marked only after that callback.
   if (!future_ || marked_ || works_.back()->lane() <= CompletionQueue::current_lane()) return;
   marked_changed_.wait_for(lock, kFutureGrace, [this] { return marked_ && future_->completed(); });
 }

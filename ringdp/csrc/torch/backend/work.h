@@ -1,7 +1,6 @@
-// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy back
-// is queued; `wait` orders the current streams after that.
-// Owned by Python and, for asynchronous operations, by the completion thread, which marks its future. Any thread, with or
-// without the GIL.
+// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy
+// back is queued; `wait` orders the current streams after that. Owned by Python and, for asynchronous operations, by
+// the completion thread, which marks its future. Any thread, with or without the GIL.
 #pragma once
 
 #include <atomic>
@@ -16,7 +15,7 @@
 
 namespace ringdp {
 
-// Of the tensors that are not on the CPU; each once.
+// The devices of the tensors that are not on the CPU; each once.
 std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors);
 
 class RingWork final : public c10d::Work {
@@ -30,9 +29,10 @@ class RingWork final : public c10d::Work {
   void set_output_lists(std::vector<std::vector<at::Tensor>> lists) { output_lists_ = std::move(lists); }
   // The copies of its operations on tensors of devices. Called before the work is handed out.
   void add_staging(std::shared_ptr<Staging> staging) { stagings_.push_back(std::move(staging)); }
-  // Whom it tells of its success. Called before the work is handed out.
+  // The hooks to call after its success. Called before the work is handed out.
   void report_to(std::shared_ptr<Hooks> hooks) { hooks_ = std::move(hooks); }
-  // It belongs to no unit of that group: a lost member makes it fail with MembershipChanged. Before the work is handed out.
+  // The work does not belong to a unit of that group: after the loss of a member it fails with MembershipChanged.
+  // Called before the work is handed out.
   void belong_to(std::weak_ptr<ElasticGroup> elastic) { elastic_ = std::move(elastic); }
   // Called once when the last operation is over, on the completion thread, or by the thread of a synchronous call.
   void mark(std::exception_ptr error);
@@ -44,41 +44,42 @@ class RingWork final : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  // The same on all ranks for the same operation: see CallbackScope. 0 where nothing was to be done.
+  // The same on all ranks for the same operation: see CallbackScope. 0 without an operation.
   uint64_t callback_path() const;
-  // When the completion thread learned that it is over; the epoch where it has not yet.
+  // When the completion thread saw its end; the epoch before.
   std::chrono::steady_clock::time_point marked_at() const { return marked_at_; }
   int lane() const { return works_.empty() ? 0 : works_.back()->lane(); }
-  // How many callbacks were attached to the future before.
+  // The number of callbacks attached to the future before.
   uint64_t attach_callback() { return attached_.fetch_add(1); }
   uint64_t getSequencenumber() const override;
   int sourceRank() const override;  // of a message received
 
-  // For how long threads of this process have waited for operations so far, together.
+  // The total time for which threads of this process have waited for operations.
   static int64_t waited_ns() { return all_waited_ns_.load(std::memory_order_relaxed); }
 
  private:
   static inline std::atomic<int64_t> all_waited_ns_{0};
 
   c10::IValue value() const { return output_lists_.empty() ? c10::IValue(outputs_) : c10::IValue(output_lists_); }
-  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);  // when the results are there, for its streams
+  // when the results are complete, for its streams
+  void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
 
   std::vector<at::Tensor> outputs_;
   std::vector<std::vector<at::Tensor>> output_lists_;
   std::shared_ptr<Hooks> hooks_;    // shared with the process group
   std::shared_ptr<Engine> engine_;  // shared with the Runtime: a work may outlive its process group
   std::vector<std::shared_ptr<ringdp::Work>> works_;
-  std::weak_ptr<ElasticGroup> elastic_;  // the process group's; null: its members stay, or it belongs to a unit
+  std::weak_ptr<ElasticGroup> elastic_;  // the process group's; null: not elastic, or the work belongs to a unit
   std::vector<std::shared_ptr<Staging>> stagings_;  // shared with the operations
 
   // A caller that sees the work complete may stop the profiler, which frees this event.
   void end_event();
-  // After `wait` the future is complete too, as with torch's own backends; but not where that cannot be waited for.
+  // After `wait` the future is complete too, as with torch's own backends; unless waiting for it would block.
   void complete_future();
 
   std::mutex future_mutex_;
   std::condition_variable marked_changed_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made at the first call of getFuture
   bool marked_ = false;
   std::atomic<std::chrono::steady_clock::time_point> marked_at_{};
   bool waited_ = false;

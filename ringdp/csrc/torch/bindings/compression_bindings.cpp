@@ -29,7 +29,7 @@ using MaybeTensor = std::optional<at::Tensor>;
   throw Error(ErrorKind::kValue, "all_reduce_compressed: " + why);
 }
 
-// A FiniteReport as Python reads it: `own` counts elements of the buffer.
+// A FiniteReport for Python: `own` is an index into the buffer.
 struct BufferReport {
   std::shared_ptr<FiniteReport> report;  // shared with the operation
   const std::byte* begin;
@@ -66,7 +66,7 @@ void add_residuals(CompressedSection& section, const at::Tensor& residual, const
   section.new_residual = next.mutable_data_ptr<float>();
 }
 
-// The first of two residuals counts, the second is written.
+// The first residual is read, the second is written.
 c10::intrusive_ptr<c10d::Work> all_reduce_over_c10d(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                                     const at::Tensor& buffer,
                                                     const std::vector<CompressedSection>& sections,
@@ -132,7 +132,7 @@ std::pair<c10::intrusive_ptr<c10d::Work>, BufferReport> all_reduce_compressed(
   return {std::move(work), std::move(report)};
 }
 
-// ---- What codes have left out ----
+// ---- Residuals ----
 
 MaybeTensor current_residual(const Residuals& residuals, const std::string& name) {
   const at::Tensor current = residuals.current(name);
@@ -183,10 +183,10 @@ at::Tensor decompress(const std::string& name, const at::Tensor& code, int64_t n
 
 void bind_compression(py::module_& module) {
   py::class_<BufferReport>(module, "FiniteReport",
-                           "What an all-reduce saw of infinities and NaNs; read when its Work is done.")
+                           "Whether an all-reduce found infinities or NaNs; read when its Work is done.")
       .def_property_readonly("finite", [](const BufferReport& self) { return self.report->finite; })
       .def_property_readonly("own", &BufferReport::own,
-                             "Element of the buffer: this rank's first input that was not finite; -1 where none was.");
+                             "Index in the buffer of this rank's first input that was not finite; -1: none was.");
   module.def(
       "all_reduce_compressed", &all_reduce_compressed, py::arg("process_group"), py::arg("buffer"), py::arg("offsets"),
       py::arg("counts"), py::arg("owner_offsets"), py::arg("residuals"), py::arg("new_residuals"), py::arg("codec"),
@@ -247,7 +247,8 @@ void bind_compression(py::module_& module) {
   module.def(
       "codec_broken_promises", [](const std::string& name) { return broken_promises(codec(codec_by_name(name))); },
       py::arg("codec"), py::call_guard<py::gil_scoped_release>(),
-      "What the codec does against its contract, a sentence each. It may be wild: nothing else should be tried then.");
+      "A sentence for each broken rule of the codec's contract. After one, do not use the codec: it may corrupt "
+      "memory.");
   module.def("codec_compress", &compress, py::arg("codec"), py::arg("x"),
              "The code of float32 elements, uint8 [codec_bytes(codec, x.numel())].");
   module.def("codec_decompress", &decompress, py::arg("codec"), py::arg("code"), py::arg("numel"),

@@ -1,6 +1,6 @@
-// The CUDA kernels for Python, over tensors of one device: `cuda_select` for compression/methods/sparse.py, the others for
-// tests and benchmarks. They run on the device's current stream; nothing waits for them. In a build without kernels
-// `cuda_kernels` says so and the others raise.
+// The CUDA kernels for Python, over tensors of one device: `cuda_select` for compression/methods/sparse.py, the others
+// for tests and benchmarks. They run asynchronously on the device's current stream. In a build without kernels
+// `cuda_kernels` is False and the others raise.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -24,7 +24,8 @@ namespace py = pybind11;
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
-using MaybeFeedback = std::optional<std::tuple<Tensor, Tensor, Tensor>>;  // both residuals, which
+// both residuals, and the index of the current one
+using MaybeFeedback = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
 
 [[noreturn]] void refuse_kernel_call(const std::string& why) { throw Error(ErrorKind::kValue, "cuda: " + why); }
 
@@ -48,7 +49,7 @@ class Arguments {
     return tensor ? take<T>(*tensor, type, name, 1) : nullptr;
   }
 
-  // Calls body(stream) where there were any.
+  // Calls body(stream) if there were any.
   template <class Body>
   void run(Body&& body) const {
     if (!device_) return;

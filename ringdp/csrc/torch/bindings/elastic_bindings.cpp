@@ -1,4 +1,4 @@
-// ringdp._C for elastic jobs: groups whose members may change after a loss. Everything that may block lets go of the GIL.
+// ringdp._C for elastic jobs: groups whose members may change after a loss. Calls that may block release the GIL.
 #include <functional>
 #include <memory>
 #include <optional>
@@ -38,9 +38,9 @@ void follow(const GroupPointer& group) {
   lasting->follow(elastic_of(group));
 }
 
-void on_change(const GroupPointer& group, py::function told) {
-  // By pointer: the last copy may go on a thread without the GIL.
-  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(told)), [](py::function* it) {
+void on_change(const GroupPointer& group, py::function listener) {
+  // By pointer: the last copy may be destroyed on a thread without the GIL.
+  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(listener)), [](py::function* it) {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
     delete it;
@@ -51,13 +51,13 @@ void on_change(const GroupPointer& group, py::function told) {
     try {
       (*kept)(change.view, change.decision.members, change.lost_names, change.decision.cause, change.counted,
               change.decision.replay);
-    } catch (py::error_already_set& error) {  // the change is made: what listens to it cannot stop it
+    } catch (py::error_already_set& error) {  // the change is done: a listener cannot stop it
       error.discard_as_unraisable("on_change");
     }
   });
 }
 
-// Holds a UnitScope between its two calls, which one thread makes.
+// Holds a UnitScope between `enter` and `exit`, which the same thread calls.
 class PythonUnitScope {
  public:
   void enter() { scope_.emplace(); }
@@ -74,22 +74,23 @@ void bind_elastic(py::module_& module) {
   module.def("make_lasting_group", &make_lasting_group, py::arg("store"), py::arg("rank"), py::arg("size"),
              "torch's ProcessGroup, whose rank and size are those of an elastic group's present members.");
   module.def("follow_view", &follow, py::arg("process_group"), NoGil(),
-             "From now on a group of make_lasting_group answers for the members of its backend.");
+             "From now on the rank and size of a group of make_lasting_group are those of its backend's members.");
   module.def(
       "is_elastic", [](const GroupPointer& group) { return elastic_of(group) != nullptr; }, py::arg("process_group"),
-      "Whether the group goes on without members that are lost.");
+      "Whether the group continues after the loss of members.");
   module.def(
       "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
       "The number of the present view, from 1.");
   module.def(
-      "on_change", &on_change, py::arg("process_group"), py::arg("told"),
+      "on_change", &on_change, py::arg("process_group"), py::arg("listener"),
       "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
   module.def(
       "begin_unit",
       [](const GroupPointer& group, std::string what) {
         return required(elastic_of(group)).begin_unit({.what = std::move(what)});
       },
-      py::arg("process_group"), py::arg("what"), NoGil(), "The number of the next unit; `what` it is, for the log.");
+      py::arg("process_group"), py::arg("what"), NoGil(),
+      "Begins the next unit and returns its number; `what` is its name in the log.");
   module.def(
       "commit_unit",
       [](const GroupPointer& group, uint64_t unit) {
@@ -104,7 +105,8 @@ void bind_elastic(py::module_& module) {
       },
       py::arg("process_group"), py::arg("unit"), py::arg("view"), NoGil(),
       "After a loss in that view: agrees on the next one. True: the unit counts; False: make it again.");
-  py::class_<PythonUnitScope>(module, "UnitScope", "What this thread calls between the two belongs to a unit.")
+  py::class_<PythonUnitScope>(module, "UnitScope",
+                              "The operations that this thread calls between enter and exit belong to a unit.")
       .def(py::init<>())
       .def("enter", &PythonUnitScope::enter)
       .def("exit", &PythonUnitScope::exit);

@@ -1,5 +1,5 @@
-// A torch.futures.Future that fails with a Python exception, also where C++ waits for it: the wait raises that very object,
-// in backward() too. (Future.set_exception works in Python alone; Future.then makes a RuntimeError of its text.)
+// A torch.futures.Future that fails with a Python exception, which waits in C++ raise too, as in backward(): the same
+// object. (Future.set_exception works in Python alone; Future.then makes a RuntimeError of its text.)
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 

@@ -1,4 +1,4 @@
-// Python exceptions that travel through futures: the same object comes out, in C++ as in Python. Any thread, GIL held.
+// Python exceptions in futures, which waits raise as the same object, in C++ and in Python. Any thread, GIL held.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -7,7 +7,7 @@
 
 namespace ringdp {
 
-// For Future::setError: it can be thrown more than once, on any thread. GIL held; it is given back under the GIL.
+// For Future::setError: it can be thrown repeatedly, on any thread. GIL held; its destructor takes the GIL.
 std::exception_ptr kept_error(const pybind11::object& exception);
 
 }  // namespace ringdp

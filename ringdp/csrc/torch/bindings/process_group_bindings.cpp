@@ -1,4 +1,4 @@
-// ringdp._C.create_process_group and NamedScope. Creating blocks until all ranks have met, without the GIL.
+// ringdp._C.create_process_group and NamedScope. Creating blocks until the rendezvous is over, without the GIL.
 #include <pybind11/chrono.h>
 
 #include <algorithm>
@@ -33,8 +33,8 @@ std::weak_ptr<Runtime> world_runtime;
 std::weak_ptr<ElasticGroup> world_elastic;     // the default group, if its members may change
 std::vector<std::weak_ptr<Runtime>> runtimes;  // all of this process: ended at exit by shut_down_all
 
-// torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: what was
-// left by the n-th of a name must not be read by the n+1-th. All ranks make their groups in the same order.
+// torch's store may outlive a process group (the launcher's agent keeps it) and the next group has the same name: the
+// (n+1)-th group of a name must not read keys of the n-th. All ranks make their groups in the same order.
 std::string store_prefix(const std::string& group_id) {
   static std::map<std::string, int> made;
   std::lock_guard lock(runtime_mutex);
@@ -44,7 +44,7 @@ std::string store_prefix(const std::string& group_id) {
 std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int rank) {
   std::lock_guard lock(runtime_mutex);
   std::shared_ptr<Runtime> runtime = world_runtime.lock();
-  // An exception's traceback or a module may keep a group, and its Runtime, beyond its end.
+  // An exception's traceback or a module may keep a group, and its Runtime, alive.
   if (!runtime || runtime->ended() || global_ranks.empty()) return nullptr;
   for (int member : global_ranks)
     if (member < 0 || member >= runtime->engine().world()) return nullptr;
@@ -98,13 +98,13 @@ EngineOptions engine_options_of(const py::dict& config) {
   return options;
 }
 
-std::string round_trip_in_words(const Runtime& runtime) {
+std::string describe_round_trip(const Runtime& runtime) {
   if (!runtime.far()) return "";
   return "; a round trip between hosts takes " + std::to_string(runtime.round_trip_us() / 1000) +
          " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
-// torch numbers the members of the default group as they are now; in the Runtime each keeps its place.
+// torch numbers the present members of the default group; in the Runtime each keeps its place.
 std::vector<int> places_of(std::vector<int> global_ranks) {
   std::shared_ptr<ElasticGroup> elastic;
   {
@@ -122,7 +122,7 @@ std::vector<int> places_of(std::vector<int> global_ranks) {
   return global_ranks;
 }
 
-// `is_default`: the groups that are made from now on may use this Runtime.
+// `is_default`: later groups may use this Runtime.
 void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
   std::lock_guard lock(runtime_mutex);
   std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
@@ -157,8 +157,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   std::to_string(engine_options.rate_bytes_per_s) +
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
-      log(LogLevel::kInfo, all_reduce_in_words(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
-                               round_trip_in_words(*runtime));
+      log(LogLevel::kInfo, describe_all_reduce(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
+                               describe_round_trip(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);
@@ -224,12 +224,12 @@ std::vector<std::shared_ptr<Runtime>> all_runtimes() {
   return all;
 }
 
-// Sets the reason that the other ranks get when this one leaves.
+// Sets the reason of this rank's goodbye.
 void set_farewell(const std::string& reason) {
   for (const auto& runtime : all_runtimes()) runtime->engine().set_farewell(reason);
 }
 
-// At exit, while Python still lives: a callback that asks for its lock later would end the process in the middle.
+// At exit, before Python's finalisation: a callback that takes its lock later would end the process.
 void shut_down_all() {
   for (const auto& runtime : all_runtimes()) runtime->shut_down();
   Hooks::wait_for_all_abort_hooks();
@@ -282,29 +282,30 @@ std::vector<ProcessGroupRing*> rings_of(c10d::ProcessGroup& group) {
 
 void bind_process_group(py::module_& module) {
   py::class_<PendingMesh>(module, "PendingMesh",
-                          "The ranks have met and are connected; each has the words of all others.")
+                          "The connections after the rendezvous; each rank has the `hello` of all others.")
       .def(py::init(&make_pending_mesh), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("hello"), py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
       .def("hellos", &PendingMesh::hellos)
       .def("close", &PendingMesh::close, py::arg("reason") = "",
-           "Leave, unless a process group has taken the connections over, and tell the others why; idempotent.");
+           "Leave, unless a process group has taken the connections, and send the reason to the others; idempotent.");
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),
              py::arg("pending").none(true) = nullptr, py::arg("elastic") = false,
-             "`elastic`: the default group goes on without members that are lost; its store must outlive them.");
+             "`elastic`: the default group continues after the loss of members; its store must outlive them.");
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
-             "A group without members, which get to know each other by handles: see torch's reconfigure.");
+             "A group without members, which connect by handles: see torch's reconfigure.");
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
-             "Why this process leaves its jobs: the other ranks' errors say so.");
+             "The reason of this process's goodbyes, for the other ranks' errors.");
   module.def("traffic", &traffic, "Bytes (sent, received) by this process over ring, all groups; (0, 0) without one.");
   bind_records(module);
   module.def("operations", &default_operations,
              "The last operations of the job's connections, as they were called; [] without a default group of ring.");
-  module.def("operations_since", &default_operations_since, py::arg("cursor"),
-             "(records, cursor, lost): what has ended since the cursor of the last call (0: all that is remembered).");
+  module.def(
+      "operations_since", &default_operations_since, py::arg("cursor"),
+      "(records, cursor, lost): the operations that ended since the cursor of the last call (0: all that are kept).");
   module.def("recorded_groups", &default_recorded_groups, "The groups that those operations belong to.");
   bind_named_scope(module);
   bind_transports(module);
@@ -319,7 +320,7 @@ void bind_process_group(py::module_& module) {
       "For tests: treat CPU tensors as if they were on a device. `queues`: a capsule with a MakeCopyQueue that stays "
       "until the\nprocess ends, which carries out the copies; None: no longer.");
   module.def("transports", &default_transports,
-             "What carries bytes to each other rank of the default group, {rank: name}; {} without one.");
+             "The transport to each other rank of the default group, {rank: name}; {} without one.");
   module.def(
       "group_transports",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

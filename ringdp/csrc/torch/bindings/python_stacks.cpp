@@ -1,6 +1,6 @@
-// ringdp._C.set_stack_source: how dumps and stall notices get Python's stacks. With Python's lock where it can be had in time: the
-// frames then stand still. Where it cannot, some thread holds it inside C code, so no Python runs and the frames stand still as
-// well: faulthandler's signal handler writes them without the lock.
+// ringdp._C.set_stack_source: Python's stacks for dumps and stall notices. With Python's lock if it is free in time:
+// then the frames do not change. If not, a thread holds it inside C code, so no Python code runs and the frames do not
+// change either: faulthandler's signal handler writes them without the lock.
 #include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -34,14 +34,14 @@ struct Answer {
   bool done = false;
 };
 
-// What Python gave. Its references are never let go: it is set once a process.
+// Python's arguments. Set once in a process; the references are never released.
 struct Source {
   py::object describe;
-  int signal = 0;  // at which faulthandler writes to `file`; 0: none was free
+  int signal = 0;  // on which faulthandler writes to `file`; 0: none was free
   int file = -1;
 };
 
-// `answer`: of the last thread that was started; while that one still waits for the lock no other is started.
+// `answer`: of the last started thread; while that one waits for the lock, no other is started.
 std::string with_the_lock(const Source& source, int64_t limit_ms, std::shared_ptr<Answer>& answer, bool& done) {
   if (answer) {
     std::lock_guard lock(answer->mutex);
@@ -90,7 +90,7 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
   std::string text(kMostBytes, '\0');
   const ssize_t length = ::pread(source.file, text.data(), text.size(), 0);
   text.resize(length > 0 ? static_cast<std::size_t>(length) : 0);
-  // The main thread's part, which the signal has interrupted, to the front.
+  // Moves the part of the main thread, which the signal has interrupted, to the front.
   if (const auto main = text.find("Current thread"); main != std::string::npos && main > 0)
     text = text.substr(main) + "\n" + text.substr(0, main);
   return why + text;
@@ -99,7 +99,7 @@ std::string without_the_lock(const Source& source, int64_t limit_ms) {
 void set_source(py::function describe, py::function helper_threads, int signal, int file,
                 std::vector<std::string> foreign) {
   prepare_native_stack();
-  set_helper_threads(helper_threads.release().ptr());  // never let go, either
+  set_helper_threads(helper_threads.release().ptr());  // never released either
   auto* source = new Source{std::move(describe), signal, file};
   auto last = std::make_shared<std::shared_ptr<Answer>>();  // shared with the copies of the function
   set_stack_source({[source, last](int64_t limit_ms) {

@@ -1,5 +1,5 @@
-// ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook waits
-// for the GIL.
+// ringdp._C.Reducer. Every call releases the GIL: a backward thread may hold the reducer's lock while its Python hook
+// waits for the GIL.
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -43,7 +43,7 @@ std::vector<ModuleParameter> module_parameters(const std::vector<at::Tensor>& pa
 void replace_parameters(Reducer& reducer, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                         std::vector<std::string> used_in, const std::vector<bool>& sparse) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
-  // It goes when the lock is free.
+  // Released when the lock is free.
   const ReductionPlan before = reducer.between_steps()->replace_parameters(std::move(described));
 }
 
@@ -74,8 +74,8 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters,
   return make_shared_without_python_lock<Reducer>(std::move(described), std::move(group), std::move(options));
 }
 
-// From torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward, between forward
-// and backward and without `sync`: that backward is to synchronise, even if its forward was told not to.
+// Called by torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward,
+// between forward and backward and without `sync`: that backward synchronises, even if its forward ran under no_sync.
 // A backward in two halves (zero-bubble schedules) has no graph left in its second half, where the gradients of the
 // parameters come from autograd.grad, and nothing would be averaged.
 void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outputs, const std::optional<bool>& sync,
@@ -139,7 +139,7 @@ py::list rows_as_dicts(Reducer& reducer) {
   return result;
 }
 
-// What DDP logs of a step, in ns of the steady clock.
+// DDP's logging data of a step, in ns of the steady clock.
 py::dict times_as_dict(Reducer& reducer) {
   ReducerStats stats;
   {
@@ -158,7 +158,7 @@ py::dict times_as_dict(Reducer& reducer) {
 // See StepReport.
 int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
 
-// Of the last step, in one call: how many there were, bytes of gradients, whether all of them were finite, and the row.
+// The last step in one call: number of steps, bytes of gradients, whether all of them were finite, and the row.
 std::tuple<int64_t, int64_t, std::optional<bool>, std::vector<float>> last_step(Reducer& reducer) {
   StepRow row;
   int64_t steps = 0, bytes = 0;
@@ -195,7 +195,7 @@ std::optional<std::vector<py::bytes>> take_window(Reducer& reducer) {
   return all;
 }
 
-// Keeps the text of what a call of the reducer throws, for DDP's logging data.
+// Keeps the text of a call's exception for DDP's logging data.
 template <auto Function>
 auto noting(Reducer& reducer) {
   try {
@@ -206,7 +206,7 @@ auto noting(Reducer& reducer) {
   }
 }
 
-// torch's PythonCommHook takes None for a future, and crashes.
+// torch's PythonCommHook crashes if the hook returns None.
 py::object without_none(py::object hook) {
   return py::cpp_function([hook = std::move(hook)](const py::object& state, const py::object& bucket) {
     py::object future = hook(state, bucket);
@@ -244,7 +244,7 @@ std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& 
   return std::make_shared<PythonFuture>(reducer.sum(bucket));
 }
 
-// What is bound below: a function of one of the reducer's parts, called under its lock.
+// Binds a function of one of the reducer's parts, called under its lock.
 constexpr const char* kNotTaken = "residuals cannot be taken during a backward";
 constexpr const char* kNotSet = "residuals cannot be set during a backward";
 using ByParameter = GradientCompression::ByParameter;
@@ -327,7 +327,7 @@ std::vector<std::size_t> bucket_bytes(Reducer& reducer) {
   return result;
 }
 
-// What their operations are called.
+// The names of their operations.
 std::vector<std::string> bucket_names(Reducer& reducer) {
   const auto layout = reducer.layout();
   std::vector<std::string> result;
@@ -341,7 +341,7 @@ bool rebuilt(Reducer& reducer) { return reducer.layout()->plan.rebuilt(); }
 // Parameters in the order of the last backward.
 std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()->order(); }
 
-// The text of the last thing that the reducer threw, and of what backward ended with.
+// The texts of the reducer's last exception, and of that which ended backward.
 std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
 
 // See GradientWeights.

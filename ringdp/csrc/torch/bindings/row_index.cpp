@@ -55,7 +55,7 @@ AskedTensors ask_rows(const at::Tensor& ids, uint64_t count, uint64_t factor, ui
 
 AskedTensors ask_hashed(const at::Tensor& ids, uint64_t ranks, bool count) {
   const auto list = numbers(ids, "ids");
-  if (ranks == 0) throw Error(ErrorKind::kValue, "there are no ranks");
+  if (ranks == 0) throw Error(ErrorKind::kValue, "ranks must be at least 1");
   const py::gil_scoped_release no_gil;
   const Asked found = rows::ask_hashed(list, ranks);
   at::Tensor pairs = at::empty({static_cast<int64_t>(found.ids.size()), 2}, at::kLong);

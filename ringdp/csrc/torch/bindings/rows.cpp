@@ -24,7 +24,7 @@ namespace py = pybind11;
 using rows::Index;
 using rows::Wire;
 
-[[noreturn]] void refuse(const std::string& words) { throw Error(ErrorKind::kValue, words); }
+[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorKind::kValue, text); }
 
 Wire wire_of(const std::string& name) {
   if (name == "exact") return Wire::kExact;

@@ -1,4 +1,4 @@
-// SmallSum for Python: a pushpull of one small key without an optimizer, an all-reduce and as little around it as can be.
+// SmallSum for Python: a pushpull of one small key without an optimizer, with the least overhead over its all-reduce.
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -21,7 +21,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Of one key, as long as the ranks' settings stay as they are. Owned by Python; used by one thread at a time, on all ranks alike.
+// For one key with constant settings. Owned by Python; used by one thread at a time, on all ranks alike.
 class SmallSum {
  public:
   struct Part {
@@ -30,12 +30,13 @@ class SmallSum {
     std::size_t bytes;
   };
 
-  // `slice`: this rank's, which is kept up to date; `parts`: (where in it, where in the whole, how many), in elements.
+  // `slice`: this rank's part of the key, which is updated; `parts`: (offset in it, offset in the whole, count), in
+  // elements.
   SmallSum(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int64_t> shape, at::Tensor slice,
            const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& parts, bool average, std::string name)
       : group_(std::move(group)), shape_(std::move(shape)), slice_(std::move(slice)), name_(std::move(name)) {
     if (ring_of(*group_, c10::kCPU) == nullptr)
-      throw Error(ErrorKind::kState, "the group's CPU tensors go another way");
+      throw Error(ErrorKind::kState, "ring is not the group's backend for CPU tensors");
     require_flat(slice_, slice_.scalar_type(), "a slice");
     const std::size_t each = slice_.element_size();
     for (const auto& [of_slice, of_whole, count] : parts)
@@ -44,8 +45,8 @@ class SmallSum {
     options_.asyncOp = false;
   }
 
-  // The sum of all ranks' values, into `out`, or into `value` where that is None. False, with nothing done, where one of them
-  // is not a plain tensor of the key's, contiguous and on the CPU.
+  // The sum of all ranks' values, into `out`, or into `value` if that is None. Does nothing and returns False if one
+  // of them is not a plain tensor of the key's shape and type, contiguous and on the CPU.
   bool run(const py::object& value, const py::object& out) {
     if (!takes(value) || !(out.is_none() || takes(out))) return false;
     const at::Tensor from = THPVariable_Unpack(value.ptr());
@@ -65,7 +66,7 @@ class SmallSum {
 
  private:
   bool takes(const py::object& object) const {
-    // torch.Tensor itself: of a Parameter, and of what has a __torch_function__, nothing is assumed.
+    // torch.Tensor itself: not a Parameter or another subclass.
     if (Py_TYPE(object.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) return false;
     const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
     return tensor.scalar_type() == slice_.scalar_type() && tensor.layout() == at::kStrided && tensor.is_cpu() &&

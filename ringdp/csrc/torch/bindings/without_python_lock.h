@@ -1,4 +1,4 @@
-// WithoutPythonLock: releases the GIL while a thread waits for others that may need it. A local variable; any thread.
+// WithoutPythonLock: releases the GIL while a thread waits for threads that may need it. A local variable; any thread.
 #pragma once
 
 #include <Python.h>  // first, as Python asks
@@ -22,8 +22,8 @@ class WithoutPythonLock {
   PyThreadState* state_;
 };
 
-// A shared object that is destroyed without the GIL: it may hold the last reference to a backend, whose destructor joins
-// threads that may be releasing Python's tensors.
+// A shared object that is destroyed without the GIL: it may hold the last reference to a backend, whose destructor
+// joins threads that may be releasing Python's tensors.
 template <typename T, typename... Arguments>
 std::shared_ptr<T> make_shared_without_python_lock(Arguments&&... arguments) {
   return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](T* it) {

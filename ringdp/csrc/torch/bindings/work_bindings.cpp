@@ -1,6 +1,6 @@
-// RingWork for Python: a Work whose future knows which operation it follows, so that collectives issued in its callbacks are
-// matched on all ranks, whether a callback runs at once (attached to a future that is already complete) or later on a
-// completion thread. (torch's own future cannot hold that: it cannot be derived from.)
+// RingWork for Python: a Work whose future stores the path of its operation, so that collectives issued in its
+// callbacks are matched on all ranks, whether a callback runs at once (attached to a complete future) or later on a
+// completion thread. (torch's own future cannot be derived from.)
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <atomic>
@@ -23,25 +23,27 @@ namespace {
 namespace py = pybind11;
 using torch::jit::PythonFutureWrapper;
 
-// A second enable_shared_from_this makes pybind11 leave the first alone, from which it cannot cast down (no virtual function).
+// With a second enable_shared_from_this pybind11 ignores the first, from which it cannot cast down (no virtual
+// function).
 struct NoSharedFromThis : std::enable_shared_from_this<NoSharedFromThis> {};
 
-// torch.futures.Future, but callbacks run in a CallbackScope. The n-th callback's path is made of its future's path and n.
+// torch.futures.Future, but callbacks run in a CallbackScope. The n-th callback's path is made of its future's path
+// and n.
 class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
  public:
-  using Attach = std::function<uint64_t()>;  // how many callbacks came before
+  using Attach = std::function<uint64_t()>;  // returns the number of earlier callbacks
 
   static std::shared_ptr<RingFuture> make(c10::intrusive_ptr<c10::ivalue::Future> future, uint64_t path, int lane,
                                           Attach attach) {
     auto* made = new RingFuture(std::move(future), path, lane, std::move(attach));
-    // Through a pointer to the base, which then knows its shared_ptr as `then` needs it.
+    // Through a pointer to the base, which sets its weak_ptr, as `then` needs it.
     std::shared_ptr<PythonFutureWrapper> owner(static_cast<PythonFutureWrapper*>(made),
                                                [](PythonFutureWrapper* it) { delete static_cast<RingFuture*>(it); });
     return std::shared_ptr<RingFuture>(owner, made);
   }
 
-  // torch's own makes a RuntimeError of the text of whatever the callback raises. Here a RuntimeError, ringdp's among them, and
-  // what ends a program stay what they are.
+  // torch's own converts every exception of the callback to a RuntimeError with its text. Here a RuntimeError
+  // (ringdp's are) and exceptions that end a program are kept.
   std::shared_ptr<RingFuture> then_in_scope(py::function callback) {
     const uint64_t path = next_path();
     auto scoped = std::make_shared<torch::jit::PythonFunctionGuard>(in_scope(std::move(callback), path));

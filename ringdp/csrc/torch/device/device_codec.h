@@ -1,6 +1,6 @@
-// DeviceCodec: the codecs of codec/codec.h over memory of one kind of device, many runs per call. On a device a call queues
-// work on a stream and returns; on the CPU it is done when it returns, and the stream is not looked at.
-// Same bits everywhere. Stateless, any thread; the stream's device is the current one.
+// DeviceCodec: the codecs of codec/codec.h over memory of one kind of device, many runs per call. On a device a call
+// queues work on a stream and returns; on the CPU it is done when it returns, and the stream is not used. Same bits
+// everywhere. Stateless, any thread; the stream's device is the current one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ class DeviceCodec {
 // Null if this build has no kernels for that device.
 const DeviceCodec* device_codec(c10::DeviceType device);
 
-// Of CUDA devices: torch/device/cuda/ or torch/device/no_cuda/, whichever is built.
+// For CUDA devices: defined in torch/device/cuda/ or torch/device/no_cuda/, depending on the build.
 const DeviceCodec* cuda_codec();
 
 }  // namespace ringdp

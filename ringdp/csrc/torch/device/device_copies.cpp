@@ -19,7 +19,7 @@ at::Tensor bytes_at(const std::byte* memory, std::size_t bytes, c10::Device devi
       .make_tensor();
 }
 
-// On the current stream of the one that is on a device. Below autograd, and not seen by the caller's dispatch modes.
+// On the current stream of the tensor on a device. Below autograd and the caller's dispatch modes.
 void copy(std::byte* to, c10::Device to_device, const std::byte* from, c10::Device from_device, std::size_t bytes) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
@@ -33,7 +33,7 @@ DeviceCopies::~DeviceCopies() {
     const c10::DeviceGuard guard(streams_.in.device());
     called_.reset();
     events_.clear();
-  } catch (const std::exception&) {  // after a fork there is no device to go to
+  } catch (const std::exception&) {  // after a fork the device cannot be used
   }
 }
 
@@ -56,7 +56,7 @@ CopyQueue::Ticket DeviceCopies::to_host(std::byte* host, const std::byte* device
   return record(streams_.in);
 }
 
-// Ordered only now: the stream may still hold results of earlier operations, which need not wait for this caller.
+// Ordered only now: the stream may have copies of earlier operations, which need not wait for this caller.
 void DeviceCopies::order_results() {
   if (!results_ordered_) called_->block(streams_.out);
   results_ordered_ = true;

@@ -1,8 +1,8 @@
-// DeviceCopies: a CopyQueue on two streams of a device, one for each direction, which the operations of a process group
-// share: copies in the order of the calls, beside the streams on which the caller computes. An event after each copy tells
-// that it is done. Any device that torch has streams for; no CUDA header.
-// Threads: see CopyQueue. All of it, the end of events too, happens with the device current, and what was current before is
-// restored: an event handled elsewhere would make CUDA open a context on device 0 for threads that never chose one.
+// DeviceCopies: a CopyQueue on two streams of a device, one for each direction, which the operations of a process
+// group share: copies in the order of the calls, beside the streams on which the caller computes. An event after each
+// copy marks its end. For any device with torch streams; no CUDA header. Threads: see CopyQueue. Every call, the
+// destruction of events too, makes the device current, and restores the one before: otherwise CUDA would open a
+// context on device 0 for threads that never chose a device.
 #pragma once
 
 #include <c10/core/Device.h>

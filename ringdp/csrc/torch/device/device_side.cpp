@@ -35,8 +35,8 @@ SideStreams DeviceSide::streams_of(c10::Device device) {
   const auto found = streams_.find(device.index());
   if (found != streams_.end()) return found->second;
   const c10::impl::VirtualGuardImpl guard(device.type());
-  // Of high priority: another pool than the program's own streams and futures' callbacks take theirs from, and copies
-  // go ahead of what computes.
+  // Of high priority: not from the pool of the program's own streams and of futures' callbacks, and copies run before
+  // computation.
   const auto make = [&] { return guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true); };
   const SideStreams made{make(), make()};
   return streams_.emplace(device.index(), made).first->second;

@@ -1,7 +1,7 @@
-// ArrivalTracker: which gradients have arrived in this backward, and which bucket may leave: buckets leave in index order, each
-// when all its gradients are there. With a static graph it counts in the first backward how often each parameter's gradient
-// arrives (once for each use of the parameter), and in later ones takes the last of them. No torch.
-// Owned by the Reducer, used under its lock.
+// ArrivalTracker: which gradients have arrived in this backward, and which bucket to launch: buckets are launched in
+// index order, each when all its gradients have arrived. With a static graph it counts in the first backward how often
+// each parameter's gradient arrives (once for each use of the parameter), and in later ones waits for the last
+// arrival. No torch. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <cstddef>
@@ -16,31 +16,32 @@ namespace ringdp {
 class ArrivalTracker {
  public:
   enum class Arrival : uint8_t {
-    kOneOfSeveral,  // others of the same parameter are to come, or all are only counted
-    kComplete,      // .grad is what this backward gives
-    kTwice,         // it was complete
-    kUnexpected     // a static graph had it less often
+    kOneOfSeveral,  // more arrivals of the same parameter will come, or all are only counted
+    kComplete,      // .grad has the result of this backward
+    kTwice,         // the gradient was complete before
+    kUnexpected     // more arrivals than in the static graph
   };
 
   explicit ArrivalTracker(const BucketPlan& plan) : plan_(plan) {}
 
   void set_static_graph() { static_graph_ = true; }
   bool static_graph() const { return static_graph_; }
-  // Other parameters: nothing has arrived, and nothing is known about their graph.
+  // New parameters: resets all arrivals and the static graph's counts.
   void start(std::size_t parameters);
   // The next backward counts the static graph's gradients again.
   void forget_graph();
 
-  // A backward begins, in which the first `sending` buckets leave without further questions.
+  // A backward begins, which sends the first `sending` buckets in any case.
   void begin(std::size_t sending);
   Arrival arrived(std::size_t parameter);
   void note_used(std::size_t parameter, bool used) { states_[parameter].used = used; }
   // The parameter's part of its bucket is final. Returns whether the bucket has become full.
   bool mark_ready(std::size_t parameter);
-  // The next bucket in order, if it is full; until note_sent says that it has left.
+  // The next bucket in order, if it is full; the same until note_sent.
   std::optional<std::size_t> next_full() const;
   void note_sent(std::size_t bucket) { next_bucket_ = bucket + 1; }
-  // The backward has run to its end. False: gradients are missing that had to come. `all_required`: each parameter's is.
+  // The backward has run to its end. False: required gradients are missing. `all_required`: every parameter's is
+  // required.
   bool complete(bool all_required) const;
   void graph_learned() { learned_ = static_graph_; }
 
@@ -48,9 +49,9 @@ class ArrivalTracker {
   // This rank has a gradient for it in this backward.
   bool used(std::size_t parameter) const { return states_[parameter].used; }
   bool knows_graph() const { return learned_; }
-  // In a backward in which a static graph's gradients are counted, no bucket leaves before its end.
+  // Whether this backward counts a static graph's gradients: then no bucket is launched before its end.
   bool learning() const { return static_graph_ && !learned_; }
-  std::vector<std::size_t> unexpected() const;  // parameters that a static graph has no gradient for
+  std::vector<std::size_t> unexpected() const;  // parameters without gradient in the static graph
   std::size_t size() const { return states_.size(); }
   std::size_t sent() const { return next_bucket_; }
   std::size_t sending() const { return sending_; }

@@ -24,7 +24,7 @@ void BackwardEnd::wait_for_sent() { wait_for(0, arrivals_.sending()); }
 
 void BackwardEnd::wait_for_late() { wait_for(arrivals_.sending(), layout_.store.size()); }
 
-// A hook's bucket has room for no marks, and its operations are over by now.
+// A hook's bucket has no room for marks, and its operations have ended by now.
 void BackwardEnd::wait_for_used_map() {
   failure_.keeping_in(-1, "which parameters were used", [&] {
     if (layout_.calls_back() && layout_.sends_used_map()) used_.launch(/*with_input=*/true);

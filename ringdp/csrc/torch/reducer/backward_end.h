@@ -1,7 +1,8 @@
-// BackwardEnd: the end of a backward, from its last gradient to the means: it waits for the buckets, learns which parameters
-// some rank has used, sends the buckets that this makes necessary, commits what compression keeps, and hands the means out.
-// Owned by the Reducer. Its methods run one after the other in Reducer::end_backward, under the reducer's lock; those that say
-// "without the lock" wait for operations or run Python code, which may ask the reducer something. None holds the GIL.
+// BackwardEnd: the end of a backward, from its last gradient to the means: it waits for the buckets, reads which
+// parameters some rank has used, sends the late buckets that follow from this, commits residuals, and hands out the
+// means. Owned by the Reducer. Its methods run one after the other in Reducer::end_backward, under the reducer's lock;
+// those marked "without the lock" wait for operations or run Python code, which may call the reducer. None holds the
+// GIL.
 #pragma once
 
 #include <cstddef>
@@ -37,27 +38,27 @@ class BackwardEnd {
         times_(times),
         filler_(filler) {}
 
-  // The program's optimizer runs within backward: a gradient that it has let go of stays so.
+  // The program's optimizer runs within backward: a .grad that it has set to None stays None.
   void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
-  // The next end waits for these, too.
+  // The next end also waits for these.
   void install_futures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
   void forget_futures() { futures_.clear(); }
 
   // ---- The steps of an end, in their order.
-  void wait_for_sent();      // the buckets that left during backward; without the lock
-  void wait_for_used_map();  // in an elastic job, where it is an operation of its own; without the lock
+  void wait_for_sent();      // the buckets launched during backward; without the lock
+  void wait_for_used_map();  // in an elastic job, if it is an operation of its own; without the lock
   void learn_used(const Missing& missing);
-  bool may_send_late() const;  // some buckets were to stay at home
-  void send_late();            // those of them for which some rank has a gradient after all
+  bool may_send_late() const;  // some buckets were not sent
+  void send_late();            // sends those for which some rank has a gradient
   void wait_for_late();        // without the lock
   HookVerdicts used_hooks() const;
-  void ask_hooks(HookVerdicts& hooks);  // without the lock; before that, what was announced to the ring
+  void ask_hooks(HookVerdicts& hooks);  // without the lock; first waits for announcements to the ring
   void hand_out(const Missing& missing, const HookVerdicts& hooks);
   void wait_for_futures();
   void count(StepTimes::Clock::time_point gradients_done, const Missing& missing);
   // On a rank that has run out of input (join), in hand_out's place.
   void shadow(const HookVerdicts& hooks);
-  // Where the order of the gradients is still to be learned: asks rank 0 for it.
+  // Asks rank 0 for the order of the gradients, if the plan has not learned it yet.
   std::optional<std::vector<int32_t>> ask_for_order();
   void learn_order(const std::optional<std::vector<int32_t>>& order);
 

@@ -1,5 +1,6 @@
-// BackwardState: whether the next backward synchronises, whether one that does is under way, and how it ended. No torch.
-// Owned by the Reducer, used under its lock. `task`: autograd's number of the backward that runs in this thread.
+// BackwardState: whether the next backward synchronises, whether a synchronising one is in progress, and how it ended.
+// No torch. Owned by the Reducer, used under its lock. `task`: autograd's number of the backward that runs in this
+// thread.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +14,20 @@ namespace ringdp {
 
 class BackwardState {
  public:
-  // A forward that synchronises has run; its graph keeps `due`.
+  // A synchronising forward has run; its graph owns `due`.
   void arm(const std::shared_ptr<void>& due) {
     armed_ = true;
     due_ = due;
   }
-  // The next backward synchronises, whatever its forward said.
+  // The next backward synchronises, even after a forward without sync.
   void demand() { armed_ = demanded_ = true; }
   bool demanded() const { return demanded_; }
-  // The graph of a forward that synchronises is still there, and no backward has gone through it.
+  // Whether the graph of a synchronising forward exists, and no backward has gone through it.
   bool due() const { return armed_ && (demanded_ || !due_.expired()); }
-  // This backward leaves the gradients alone.
+  // This backward does not synchronise.
   void stay_quiet(int task) { quiet_task_ = task; }
   bool quiet(int task) const { return task == quiet_task_; }
-  // Whether a gradient that arrives now begins a step.
+  // Whether the next gradient begins a step.
   bool synchronises(int task) const { return armed_ && task != quiet_task_; }
 
   // `again`: see Forwards.
@@ -37,19 +38,19 @@ class BackwardState {
     forwards_.begin(again);
   }
   void end() { active_ = false; }
-  // As if it had never begun.
+  // Resets to the state before the backward.
   void abandon() {
     active_ = false;
     forwards_.abandon();
   }
-  // It ran to its end while gradients were missing, and stays active: the next forward says so.
+  // It ran to its end while gradients were missing, and stays active: the next forward raises an error.
   void end_short() { ended_short_ = true; }
   void reset() {
     active_ = armed_ = demanded_ = false;
     peer_report_.clear();
     forwards_.settle();
   }
-  // What came of telling the other ranks that it did not end.
+  // The result of notifying the other ranks that it did not end.
   void set_peer_report(std::string report) { peer_report_ = std::move(report); }
   const std::string& peer_report() const { return peer_report_; }
 

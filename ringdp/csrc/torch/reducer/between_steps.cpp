@@ -18,7 +18,7 @@ BetweenSteps::BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, Bac
   note_other_parameters();
 }
 
-// Nothing has arrived of them.
+// The new parameters have no arrivals.
 void BetweenSteps::note_other_parameters() {
   arrivals_.start(layout_.parameters.size());
   times_.count_kept(layout_.plan);

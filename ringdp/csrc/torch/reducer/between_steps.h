@@ -1,7 +1,7 @@
-// BetweenSteps: what changes between two steps: parameters are frozen or replaced, buckets follow the order of the gradients,
-// reductions, hooks or the group become others. All ranks make the same changes. What does not fit the state of the backward is
-// refused, and what is known of the old parameters is forgotten.
-// Owned by the Reducer, used under its lock, by the program's thread without the GIL.
+// BetweenSteps: changes between two steps: parameters are frozen or replaced, buckets follow the order of the
+// gradients, reductions, hooks or the group are replaced. All ranks make the same changes. A change that the state of
+// the backward forbids is refused, and state of old parameters is dropped. Owned by the Reducer, used under its lock,
+// by the program's thread without the GIL.
 #pragma once
 
 #include <memory>
@@ -24,29 +24,27 @@ class BetweenSteps {
   BetweenSteps(GradientLayout& layout, ArrivalTracker& arrivals, BackwardState& backward, UsedMap& used,
                StepFailure& failure, StepGuard& guard, StepTimes& times);
 
-  // ---- At a forward. True: the plan of the buckets is another one.
+  // ---- At a forward. True: the plan of the buckets has changed.
   void follow_requires_grad();
   bool follow_learned_order();
-  // Its batch weighs that much; see GradientWeights.
-  // `training`: the module's mode, where the ranks' forwards are to be compared.
+  // `weight` of its batch: see GradientWeights. `training`: the module's mode, if the ranks' forwards are compared.
   void announce_weight(double weight, bool sync, std::optional<bool> training);
   void repeat_batch() {
     layout_.weights.repeat();
     backward_.forwards().settle();
   }
 
-  // ---- By the program.
-  // The module has other parameters from now on, on which the ranks have agreed. The caller sets reductions again. Returns the
-  // reductions of before, to be released without the lock: Python is told.
+  // ---- By the program. Replaces the parameters, on which the ranks have agreed. The caller sets reductions again.
+  // Returns the old reductions, to be released without the lock, since they call Python.
   ReductionPlan replace_parameters(std::vector<ModuleParameter> parameters);
-  // `reductions` are those of before when it returns, to be released without the lock: Python is told.
+  // On return `reductions` are the old ones, to be released without the lock, since they call Python.
   void set_reductions(ReductionPlan& reductions);
   void choose(const std::vector<int>& reduction_of_bucket);
-  // A hook that is refused stays the caller's: Python's goes without the lock.
+  // A refused hook stays with the caller, which releases it without the lock.
   void register_hook(std::unique_ptr<c10d::CommHookInterface>&& hook);
   void set_static_graph();
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);
-  // Throws what `refusal` says during a backward.
+  // Throws `refusal` during a backward.
   GradientCompression& compression(const char* refusal);
 
  private:

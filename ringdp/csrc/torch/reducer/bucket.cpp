@@ -17,10 +17,9 @@ namespace {
 
 constexpr std::size_t kHugePageFromBytes = std::size_t{4} << 20;
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
-constexpr std::size_t kPlainCopyBytes = std::size_t{256}
-                                        << 10;  // above, several threads are worth it where there are any
+constexpr std::size_t kPlainCopyBytes = std::size_t{256} << 10;  // above, several threads are faster
 
-// Before the first touch. Advice only: where it fails the pages are ordinary ones.
+// Before the first access. Advice only: if it fails the pages are ordinary ones.
 void ask_for_huge_pages(const at::Tensor& buffer) {
   const std::size_t bytes = buffer.nbytes();
   if (!buffer.is_cpu() || bytes < kHugePageFromBytes) return;
@@ -73,7 +72,7 @@ at::Tensor view_like(const at::Tensor& parameter, const at::Tensor& memory, int6
   return view;
 }
 
-// Dense memory in the same order, which one thread goes through as fast as several.
+// Dense memory in the same order, which one thread copies as fast as several.
 bool lie_alike(const at::Tensor& dst, const at::Tensor& src) {
   return plain_memory(src) && plain_memory(dst) && src.scalar_type() == dst.scalar_type() &&
          src.strides() == dst.strides() && src.sizes() == dst.sizes() &&
@@ -102,7 +101,7 @@ bool other_tensors_on_memory(const at::Tensor& tensor, std::size_t tensors) {
   return used_elsewhere(storage.use_count(), storage.unsafeGetStorageImpl()->pyobj_slot(), tensors);
 }
 
-// torch does not let memory be resized that a NumPy array or another process has.
+// torch marks memory that a NumPy array or another process shares as not resizable.
 bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors) {
   if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch())
     return false;

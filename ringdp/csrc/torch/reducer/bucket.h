@@ -33,27 +33,27 @@ struct BucketTimes {
   using Clock = std::chrono::steady_clock;
   Clock::time_point launched;
   std::shared_ptr<std::atomic<Clock::time_point>> done;  // shared with the future that sets it
-  double seconds = 0;                                    // from its launch until it was reduced
-  double exposed_s = 0;                                  // for which the end of backward waited for it
+  double seconds = 0;                                    // from launch to the end of its reduction
+  double exposed_s = 0;                                  // the end of backward waited for it
 };
 
 class ReductionStrategy;
 
-// Of a bucket that a codec reduces, the last time it was sent.
+// The last sending of a bucket with a codec.
 struct BucketCodes {
   std::vector<CompressedSection> sections;
   std::vector<cuda::Feedback>
-      feedback;  // of each section, where codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
-  std::vector<at::Tensor> residuals;  // the memory they point to; of an exact bucket those that were added to it
+      feedback;  // of each section, if codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
+  std::vector<at::Tensor> residuals;  // the memory of feedback; of an exact bucket the residuals added to it
   at::Tensor non_finite;              // int32 [1] on a device, of all buckets there: see C10dCompressedAllReduce
 };
 
-// What a bucket waits for: a work, or a hook's future.
+// The operation in flight of a bucket: a work, or a hook's future.
 struct BucketOperation {
-  ReductionStrategy* strategy = nullptr;  // that launched it; null: nothing is under way
+  ReductionStrategy* strategy = nullptr;  // that launched it; null: there is none
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  c10d::CommHookInterface* hook = nullptr;  // that reduces the bucket, and whose result `future` is; null: none
+  c10d::CommHookInterface* hook = nullptr;  // that reduces the bucket, and made `future`; null: none
 };
 
 struct Bucket {
@@ -62,68 +62,71 @@ struct Bucket {
   BucketMemory memory;
   std::string name;                    // "bucket 3: layer1.weight, layer1.bias"
   bool sparse = false;                 // one sparse gradient, which is then `buffer` itself
-  bool direct = false;                 // one large gradient, reduced where autograd left it: no memory between steps
-  std::vector<double> factors;         // of each rank, by which its `gradients` are still to be multiplied; empty: none
-  bool carries_marks = false;          // it has `marks`, unless it is sparse
+  bool direct = false;                 // one large gradient, reduced in autograd's memory: no memory between steps
+  std::vector<double> factors;         // of each rank, not yet applied to its `gradients`; empty: none
+  bool carries_marks = false;          // it has `marks`, if not sparse
   Reduction* reduction = nullptr;      // null: exactly
-  bool too_small = false;              // for the codec that `reduction` is: exactly, see ReductionAssignment::too_small
-  c10::ScalarType dtype = at::kFloat;  // of the buffer; a gradient of another one is cast in, and the result back
-  at::Tensor buffer;                   // [memory.numel + marks]: what is sent
-  at::Tensor result;                   // where the mean goes; undefined: into the buffer (see StepRepair)
-  bool in_result = false;              // what is sent is there already: the gradients times a factor
-  at::Tensor gradients;                // [memory.numel]: the same memory without the marks
-  at::Tensor marks;  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if
-                     // some rank lacked one; undefined in all but one bucket
-  std::vector<c10::Stream> streams;  // device tensors: the streams that wrote gradients
+  bool too_small = false;              // for codes: reduced exactly, see ReductionAssignment::too_small
+  c10::ScalarType dtype = at::kFloat;  // of the buffer; gradients of another type are cast to it, and the result back
+  at::Tensor buffer;                   // [memory.numel + marks]: sent
+  at::Tensor result;                   // receives the mean; undefined: the buffer does (see StepRepair)
+  bool in_result = false;              // `result` has the input already: the gradients times a factor
+  at::Tensor gradients;                // [memory.numel]: `buffer` without the marks
+  // [parameters + 1]: above zero for parameters for which some rank had a gradient; the last one if some rank lacked
+  // one; undefined in all but one bucket
+  at::Tensor marks;
+  std::vector<c10::Stream> streams;  // that wrote gradients, of device tensors
 
   BucketOperation operation;
-  // The last time it was sent, in step `sent_in`.
+  // Of the last sending, in step `sent_in`.
   int64_t sent_in = 0;
   BucketCodes codes;
   std::shared_ptr<FiniteReport> report;  // null: not checked
   BucketTimes times;
 };
 
-// The type that autograd gives the parameter's .grad (Tensor.grad_dtype); nullopt: whichever the backward computes.
+// The type that autograd gives the parameter's .grad (Tensor.grad_dtype); nullopt: the type that the backward
+// computes.
 std::optional<c10::ScalarType> gradient_dtype(const at::Tensor& parameter);
 
-// Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers ask
-// for huge pages.
+// Zeroed memory for a dense bucket, of its dtype, with `mark_count` elements behind the gradients. Large CPU buffers
+// ask for huge pages.
 void allocate_bucket(Bucket& bucket, c10::Device device, std::size_t mark_count);
 
-// The gradient of `parameter` as part of the buffer: its shape, its strides where it is dense (else row-major). Not a view
-// in autograd's sense, so detach_() on it works.
+// The gradient of `parameter` as part of the buffer, with its shape and, if it is dense, its strides (else row-major).
+// Not a view in autograd's sense, so detach_() on it works.
 at::Tensor gradient_view(const Bucket& bucket, std::size_t position, const at::Tensor& parameter);
 
-// The memory of [numel] elements as a gradient lies in it: the shape of `parameter`, its strides where it is dense.
+// The [numel] elements of `flat` with the shape of `parameter` and, if it is dense, its strides.
 at::Tensor as_parameter(const at::Tensor& flat, const at::Tensor& parameter);
 
-// `gradient` as the buffer of a direct bucket of that type, sharing its memory. Undefined where that is impossible: other
-// strides than all ranks use for `parameter`, a graph of its own.
+// `gradient` as the buffer of a direct bucket of that type, sharing its memory. Undefined if that is impossible: other
+// strides than all ranks use for `parameter`, or a graph of its own.
 at::Tensor as_buffer(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype);
 
-// Whether the tensor has references beside this one. Its Python object, if there is one, counts only if Python uses it.
+// Whether the tensor has references besides this one. Its Python object, if there is one, counts only if Python uses
+// it.
 bool held_elsewhere(const at::Tensor& tensor);
 
-// Whether more than `tensors` tensors use the memory of one that has plain memory.
+// Whether more than `tensors` tensors share the memory of a tensor with plain memory.
 bool other_tensors_on_memory(const at::Tensor& tensor, std::size_t tensors);
 
-// Whether more than `tensors` tensors use its memory, or a NumPy array, or another process. False for a tensor without
+// Whether more than `tensors` tensors, a NumPy array or another process share its memory. False for a tensor without
 // memory of its own (sparse, DTensor).
 bool memory_held_elsewhere(const at::Tensor& tensor, std::size_t tensors = 1);
 
-// `gradient` stays the same tensor, with the same values, in memory of its own.
+// Gives `gradient` memory of its own; the tensor and its values stay the same.
 void leave_bucket(at::Tensor gradient);
 
-// Work of other streams on the bucket before what the current stream does next. Nothing on the CPU.
+// Orders the current stream after the work of other streams on the bucket. Does nothing on the CPU.
 void remember_stream(Bucket& bucket);
 void wait_for_streams(Bucket& bucket);
 
-// dst = src whatever their strides, dtypes and devices; not seen by autograd.
+// dst = src for any strides, dtypes and devices; below autograd.
 void copy_gradient(const at::Tensor& dst, const at::Tensor& src);
 
-// A gradient times `factor`, where 0 gives zeros also for what is not finite. The first writes to `dst`, the second to
-// `gradient` itself, the third to new memory, seen by autograd.
+// A gradient times `factor`; 0 gives zeros also for infinities and NaNs. The first writes to `dst`, the second to
+// `gradient` itself, the third to new memory, with autograd.
 void copy_gradient_times(const at::Tensor& dst, const at::Tensor& src, double factor);
 void multiply_gradient(const at::Tensor& gradient, double factor);
 at::Tensor gradient_times(const at::Tensor& gradient, double factor);

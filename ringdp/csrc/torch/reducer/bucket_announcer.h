@@ -1,8 +1,7 @@
-// BucketAnnouncer: where another backend (NCCL) reduces the buckets, each rank announces every bucket over ring
-// (torch/backend/watchdog.h), without blocking the step. So a disagreement is an error, and a lost or late rank has a name.
-// It does nothing where ring reduces the buckets itself.
-// Owned by the BucketReducer; announces under the Reducer's lock; follow and watchdog are called at the end of backward, without
-// it. Without the GIL.
+// BucketAnnouncer: if another backend (NCCL) reduces the buckets, each rank announces every bucket over ring
+// (torch/backend/watchdog.h), without blocking the step. So a disagreement is an error, and a lost or late rank is
+// named. It does nothing if ring itself reduces the buckets. Owned by the BucketReducer; announces under the Reducer's
+// lock; follow and watchdog are called at the end of backward, without it. Without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,10 +24,10 @@ class BucketAnnouncer {
  public:
   explicit BucketAnnouncer(ReducerGroup& group) : group_(group) {}
 
-  // As the operation by which `strategy` reduces `buffer`, under the current name.
+  // Announces the operation by which `strategy` reduces `buffer`, under the current name.
   void announce(const Bucket& bucket, const at::Tensor& buffer, const ReductionStrategy& strategy);
-  // Called when a backward has ended. Waits until the other ranks have announced the buckets that this one announced before
-  // the last `kLag` backwards. Throws the error of an announcement.
+  // Called when a backward has ended. Waits until the other ranks have announced the buckets that this one announced
+  // before the last `kLag` backwards. Throws the error of an announcement.
   static constexpr int64_t kLag = 2;
   void follow(int64_t step);
   // Throws the failure of ring's group, if there is a watchdog.
@@ -45,7 +44,7 @@ class BucketAnnouncer {
 
   ReducerGroup& group_;
   std::map<c10::DeviceType, std::shared_ptr<BackendWatchdog>>
-      watchdogs_;  // asked for so far; shared with the ring; may be null
+      watchdogs_;  // made so far; shared with the ring; may be null
   std::deque<Announced> announced_;
 };
 

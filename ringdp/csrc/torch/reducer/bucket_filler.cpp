@@ -35,14 +35,15 @@ void BucketFiller::arrived(std::size_t parameter) {
   }
 }
 
-// Its part of the bucket becomes this rank's gradient, or zeros if it has none. `late`: of a bucket that was to stay at home.
+// Its part of the bucket becomes this rank's gradient, or zeros if it has none. `late`: the bucket was not sent during
+// backward.
 void BucketFiller::write(std::size_t parameter, bool late) {
   const bool used = layout_.parameters.tensors()[parameter].grad().defined();
   arrivals_.note_used(parameter, used);
   layout_.left_over.averaged(parameter);
-  if (layout_.local()) return layout_.store.multiply(parameter);  // with one rank .grad stays, but for micro-batches
-  if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late)
-    return;  // the bucket may stay at home
+  // with one rank .grad stays, except for the factor of micro-batches
+  if (layout_.local()) return layout_.store.multiply(parameter);
+  if (!used && layout_.plan.bucket_of(parameter) >= arrivals_.sending() && !late) return;  // the bucket may not be sent
   const std::size_t bucket = layout_.plan.bucket_of(parameter);
   failure_.keeping_in(static_cast<int64_t>(bucket), layout_.store[bucket].name,
                       [&] { layout_.store.write(parameter); });
@@ -58,13 +59,14 @@ void BucketFiller::launch(Bucket& bucket) {
   failure_.keeping_in(static_cast<int64_t>(bucket.index), bucket.name, [&] {
     if (bucket.marks.defined()) used_.write(bucket.marks);
     if (arrivals_.sent() == 0) times_.note_first_launch();
-    arrivals_.note_sent(bucket.index);  // also where it fails: the others have seen this rank's part of it, or its end
+    arrivals_.note_sent(bucket.index);  // also if it fails: the others have received this rank's part, or its failure
     report_.add_gradients(bucket);
     if (!layout_.repair.on() || layout_.repair.keep(bucket)) send(bucket, backward_.forwards().note());
   });
 }
 
-// `note`: see Forwards. The first bucket's name carries it, and the map's, since a hook may reduce buckets elsewhere.
+// `note`: see Forwards. It is in the name of the first bucket and of the map, since a hook may reduce buckets
+// elsewhere.
 void BucketFiller::send(Bucket& bucket, const std::string& note) {
   layout_.buckets.launch(bucket, backward_.step(), arrivals_.sending(), bucket.index == 0 ? note : std::string());
   // A hook's callbacks may issue further operations, at a different time on every rank.
@@ -75,7 +77,7 @@ void BucketFiller::send(Bucket& bucket, const std::string& note) {
 void BucketFiller::send_again() {
   used_.drop_operations();
   layout_.repair.restore();
-  failure_.keeping_in(-1, "weights", [&] { layout_.weights.tell_again(backward_.step()); });
+  failure_.keeping_in(-1, "weights", [&] { layout_.weights.exchange_again(backward_.step()); });
   for (std::size_t index = 0; index < arrivals_.sending(); ++index) {
     Bucket& bucket = layout_.store[index];
     bucket.factors = layout_.weights.factors().of_ranks;

@@ -1,6 +1,6 @@
-// BucketFiller: the way of this rank's gradients into their buckets, and of full buckets to the other ranks. A bucket is launched
-// when it is full and all buckets before it have been launched.
-// Owned by the Reducer, used under its lock by the threads that run backward, without the GIL.
+// BucketFiller: writes this rank's gradients into their buckets, and launches full buckets. A bucket is launched when
+// it is full and all buckets before it have been launched. Owned by the Reducer, used under its lock by the threads
+// that run backward, without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -29,16 +29,16 @@ class BucketFiller {
         times_(times),
         report_(report) {}
 
-  // A backward begins: the parameters of which it is known that no gradient will come are ready.
+  // A backward begins: parameters that will not have a gradient are ready at once.
   void begin();
-  // Throws where the parameter's gradient had arrived before, or is not in the static graph.
+  // Throws if the parameter's gradient has arrived before, or is not in the static graph.
   void arrived(std::size_t parameter);
-  // The backward has run to its end: what has not arrived does not come, and the rest of the buckets leave. Returns the
+  // The backward has run to its end: launches the rest of the buckets, with zeros for missing gradients. Returns the
   // parameters without gradient on this rank.
   std::vector<std::size_t> finish();
-  // A bucket that was to stay at home, and for which some rank has a gradient after all.
+  // Sends a bucket that was not sent during backward, and for which some rank has a gradient.
   void send_late(Bucket& bucket);
-  // All buckets that have left, as they were then, to the present members of an elastic group.
+  // Sends all launched buckets again, with the same gradients, to the present members of an elastic group.
   void send_again();
 
  private:

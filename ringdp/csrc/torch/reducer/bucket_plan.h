@@ -1,7 +1,7 @@
-// BucketPlan: which gradient goes into which bucket, where it lies there, and in which order the buckets leave: by the reverse
-// of registration at first, then by the order in which rank 0's gradients arrived. Every rank computes it from the same
-// input, so it is the same everywhere. No torch.
-// Owned by the Reducer, used under its lock. A parameter is a number among those that require grad.
+// BucketPlan: the bucket of each gradient, its place there, and the order in which buckets are launched: first the
+// reverse of registration, later the order in which rank 0's gradients arrived. Every rank computes it from the same
+// input, so it is the same everywhere. No torch. Owned by the Reducer, used under its lock. A parameter is a number
+// among those that require grad.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace ringdp {
 
-// One gradient, as far as the plan depends on it.
+// The properties of one gradient on which the plan depends.
 struct PlannedGradient {
   uint64_t group = 0;  // only gradients of one group (dtype, device and reduction) share a bucket; below 2^63
   std::size_t numel = 0;
@@ -26,13 +26,13 @@ struct PlannedGradient {
 
 using BucketMembers = std::vector<std::size_t>;  // parameters, in the order of the buffer
 
-// `order` is the order in which gradients are expected; buckets come out in the order in which they fill up.
-// A bucket closes when its bytes reach the cap (so it may overshoot by one gradient): caps[0] for a group's first bucket,
+// `order` is the order in which gradients are expected; buckets come out in the order in which they fill up. A bucket
+// closes when its bytes reach the cap (so it may overshoot by one gradient): caps[0] for a group's first bucket,
 // caps[1] for its second, and so on, the last cap for all that follow. An empty `caps` puts a group into one bucket.
 std::vector<BucketMembers> assign_buckets(std::span<const PlannedGradient> gradients,
                                           std::span<const std::size_t> order, std::span<const std::size_t> caps_bytes);
 
-// Where the gradients of one bucket lie, in elements. Each begins at a multiple of kBucketAlignmentBytes.
+// The places of the gradients in one bucket, in elements. Each begins at a multiple of kBucketAlignmentBytes.
 struct BucketMemory {
   std::vector<std::size_t> offsets;
   std::vector<std::size_t> lengths;
@@ -47,16 +47,17 @@ class BucketPlan {
  public:
   explicit BucketPlan(std::vector<std::size_t> caps_bytes) : caps_bytes_(std::move(caps_bytes)) {}
 
-  // Other parameters: the plan in the reverse of registration; nothing is learned of their order.
+  // New parameters: plans in the reverse of registration, and drops the learned order.
   void start(std::vector<PlannedGradient> gradients);
-  // The same parameters, otherwise described because reductions have changed: planned anew in the same order.
+  // The same parameters with changed reductions: plans anew in the same order.
   void describe_again(std::vector<PlannedGradient> gradients);
 
   const std::vector<PlannedGradient>& gradients() const { return gradients_; }
   const std::vector<BucketMembers>& buckets() const { return buckets_; }
   // Buckets behind these have idle parameters only.
   std::size_t kept() const { return kept_; }
-  // The marks of used parameters are sent behind the gradients of the last kept bucket, unless that is compressed.
+  // Whether the marks of used parameters are sent behind the gradients of the last kept bucket; false if that is
+  // compressed.
   bool may_carry_marks(std::size_t bucket) const { return bucket + 1 == kept_ && exact(bucket); }
   bool exact(std::size_t bucket) const { return gradients_[buckets_[bucket].front()].exact; }
   std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
@@ -64,17 +65,18 @@ class BucketPlan {
   std::size_t bytes(std::size_t bucket) const;
   std::size_t dense_bytes(std::size_t bucket) const;  // without sparse gradients
 
-  // The order of arrival, for rank 0 to send to all: parameters that did not arrive stand last, in reverse. Idle ones, which
-  // no rank used, come as their complement. `used_somewhere` is empty where that is not known, or all are to be kept.
+  // The order of arrival, for rank 0 to send to all: parameters that did not arrive are last, in reverse. Idle ones,
+  // which no rank used, are sent as their complement. `used_somewhere` is empty if that is unknown, or all are kept.
   std::vector<int32_t> order_to_send(std::span<const std::size_t> arrivals,
                                      const std::vector<bool>& used_somewhere) const;
-  // What rank 0 sent; it takes effect with follow_learned(). Throws Error(kMismatch) where it is no permutation.
+  // The order that rank 0 sent; it takes effect with follow_learned(). Throws Error(kMismatch) if it is not a
+  // permutation.
   void learn(std::span<const int32_t> sent);
   bool order_known() const { return order_known_; }
-  // Plans by what was learned since the last time: whether the buckets are others now. Nothing learned: nullopt.
+  // Plans with the newly learned order: whether the buckets have changed. nullopt: there is no new order.
   std::optional<bool> follow_learned();
   bool rebuilt() const { return rebuilt_; }  // the plan follows a learned order
-  // What was learned and not followed yet; another order may be learned.
+  // Drops a learned order that is not followed yet; another one may be learned.
   void forget_learned();
 
  private:
@@ -82,7 +84,7 @@ class BucketPlan {
 
   std::vector<std::size_t> caps_bytes_;
   std::vector<PlannedGradient> gradients_;
-  std::vector<bool> idle_;  // no rank had a gradient for it when the order was learned; empty: all are busy
+  std::vector<bool> idle_;  // no rank had a gradient for it when the order was learned; empty: no parameter is idle
   std::vector<std::size_t> order_;
   std::vector<BucketMembers> buckets_;
   std::vector<std::size_t> bucket_of_;  // by parameter

@@ -10,7 +10,7 @@ namespace ringdp {
 
 using Clock = ReductionStrategy::Clock;
 
-// A reduction that is switched off leaves its buckets exact.
+// With a disabled reduction the buckets are exact.
 ReductionStrategy& BucketReducer::strategy_of(const Bucket& bucket) {
   if (bucket.operation.hook != nullptr) return hook_;
   if (bucket.reduction == nullptr) return exact_;
@@ -27,7 +27,7 @@ bool BucketReducer::leaves_input(const Bucket& bucket, bool weighted) {
   return &strategy == &exact_ || (&strategy == &codec_ && !weighted && !compression_.exchanges_codes());
 }
 
-// What launch and shadow have in common, before the operation of their own.
+// The common part of launch and shadow, before the operation.
 ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer, int64_t step, bool shadowing) {
   bucket.operation.hook = hook_.hook_of(bucket);
   ReductionStrategy& strategy = strategy_of(bucket);
@@ -42,7 +42,7 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
   return strategy;
 }
 
-// Zeros are written here in any case: what they take the place of may not be finite.
+// Always writes zeros, since the old values may not be finite.
 void BucketReducer::multiply(Bucket& bucket, const ReductionStrategy& strategy) const {
   const double own = bucket.factors[static_cast<std::size_t>(group_.rank())];
   const bool later = bucket.direct && strategy.multiplies(bucket);
@@ -85,7 +85,7 @@ void BucketReducer::wait(Bucket& bucket) {
 }
 
 FuturePointer BucketReducer::shadow(Bucket& bucket, c10d::GradBucket& zeros, int64_t step) {
-  const NamedScope scope(bucket.name);  // the other ranks' operation has this name
+  const NamedScope scope(bucket.name);  // the name of the other ranks' operation
   ReductionStrategy& strategy = begin(bucket, zeros.getBuffer(), step, /*shadowing=*/true);
   announcer_.announce(bucket, zeros.getBuffer(), strategy);
   return strategy.shadow(bucket, zeros);

@@ -1,7 +1,7 @@
-// BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the operation,
-// `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another backend reduces it.
-// Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are called without it) by the
-// threads that run backward, without the GIL.
+// BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the
+// operation, `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another
+// backend reduces it. Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are
+// called without it) by the threads that run backward, without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -36,12 +36,12 @@ class BucketReducer {
   bool has_hook() const { return hook_.has_hook(); }
   void group_replaced() { announcer_.group_replaced(); }
 
-  // Whether `launch` reads the bucket's buffer and leaves it as it is, where the mean goes into memory of its own.
+  // Whether `launch` does not change the bucket's buffer if the mean has memory of its own.
   bool leaves_input(const Bucket& bucket, bool weighted);
   // Starts the bucket's operation, named after the bucket; `note` ends the name.
   void launch(Bucket& bucket, int64_t step, std::size_t bucket_count, const std::string& note);
-  // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the error of
-  // the operation.
+  // Waits until bucket.gradients holds the result (device tensors: until the current stream may use it). Throws the
+  // error of the operation.
   void wait(Bucket& bucket);
 
   // See BucketAnnouncer.
@@ -51,7 +51,7 @@ class BucketReducer {
   // The mean over all ranks, by a plain all-reduce in place: `buffer` is dense and contiguous. Waits for it.
   void average(const at::Tensor& buffer) { exact_.average(buffer); }
 
-  // For a rank that has run out of input (join): the bucket with zeros of what the others send, and its operation.
+  // For a rank that has run out of input (join): fills the bucket with zeros, and starts its operation.
   bool hooked(const Bucket& bucket) const { return hook_.hook_of(bucket) != nullptr; }
   c10d::GradBucket describe(const Bucket& bucket, at::Tensor zeros, std::size_t bucket_count) const {
     return hook_.describe(bucket, std::move(zeros), bucket_count);

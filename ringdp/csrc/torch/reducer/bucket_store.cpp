@@ -44,7 +44,7 @@ void write_sparse(Bucket& bucket, const at::Tensor& parameter, const std::string
               context);
 }
 
-// Autograd would put it into .grad as it is, and does nothing else with it.
+// Whether autograd would store this tensor in .grad without a copy, and not use it otherwise.
 bool plain_gradient(const at::Tensor& gradient, const at::Tensor& parameter, c10::ScalarType dtype) {
   return gradient.layout() == at::kStrided && !gradient.unsafeGetTensorImpl()->is_python_dispatch() &&
          gradient.scalar_type() == dtype && !c10::GradMode::is_enabled() &&
@@ -93,10 +93,10 @@ void BucketStore::release(std::size_t parameter) {
   if (!memory_held_elsewhere(bucket.buffer, own_tensors(bucket))) leave_bucket(slots_[parameter].view);
 }
 
-// On the memory of the bucket.
+// Tensors on the memory of the bucket.
 std::size_t BucketStore::own_tensors(const Bucket& bucket) const {
   std::size_t count = 1;
-  if (bucket.marks.defined()) count += 2;  // and bucket.gradients, which is the buffer itself otherwise
+  if (bucket.marks.defined()) count += 2;  // and bucket.gradients, which otherwise is the buffer itself
   for (const std::size_t member : bucket.members) {
     const Slot& slot = slots_[member];
     const at::Tensor& grad = slot.parameter.grad();
@@ -132,7 +132,7 @@ void BucketStore::allocate(bool marks) {
   move_gradients();
 }
 
-// A .grad that is left of other buckets, and on whose memory the program has nothing else, moves into its new bucket.
+// A .grad of an old bucket moves into its new bucket, if the program has no other tensor on its memory.
 void BucketStore::move_gradients() {
   if (own_gradients_ || get_current_graph_task_id() != -1) return;
   std::unordered_map<const c10::StorageImpl*, std::size_t> gradients_on;
@@ -160,7 +160,7 @@ void BucketStore::drop() {
   for (Slot& slot : slots_) slot.view.reset();
 }
 
-// A bucket of idle parameters gets its memory when one of them has a gradient after all.
+// A bucket of idle parameters gets its memory when one of them has a gradient.
 void BucketStore::give_memory(Bucket& bucket) {
   if (bucket.sparse || bucket.direct || bucket.buffer.defined()) return;
   renew_memory(bucket);
@@ -200,7 +200,8 @@ void BucketStore::leave_kept_memory() {
     if (kept_from_before(bucket)) renew_memory(bucket);
 }
 
-// The program has let go of a .grad that was a part of the bucket, and has that tensor still, or others on the memory.
+// Whether the program has replaced a .grad that was a part of the bucket, and still has that tensor, or others on its
+// memory.
 bool BucketStore::kept_from_before(const Bucket& bucket) const {
   if (own_gradients_ || bucket.sparse || bucket.direct || !bucket.buffer.defined()) return false;
   const auto let_go = [&](std::size_t member) { return !slots_[member].parameter.grad().is_same(slots_[member].view); };
@@ -226,7 +227,7 @@ at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) 
       !plain_gradient(gradient, slot.parameter, slot.gradient_dtype))
     return gradient_times(gradient, factor);
   if (slot.direct) {
-    // As autograd would, but without the reference it keeps for the hooks that follow.
+    // Accumulates like autograd, but without its extra reference for later hooks.
     if (factor != 1 || held_elsewhere(gradient) ||
         !torch::autograd::utils::obeys_layout_contract(gradient, slot.parameter))
       return gradient_times(gradient, factor);
@@ -240,7 +241,7 @@ at::Tensor BucketStore::take(std::size_t parameter, const at::Tensor& gradient) 
   return {};
 }
 
-// Nothing is copied where .grad already is the part of the bucket.
+// No copy if .grad already is the part of the bucket.
 void BucketStore::write(std::size_t parameter) {
   Slot& slot = slots_[parameter];
   Bucket& bucket = buckets_[plan_.bucket_of(parameter)];
@@ -264,7 +265,7 @@ void BucketStore::write(std::size_t parameter) {
     adopt(parameter, grad);
   }
   if (bucket.direct || factors_.when_sent)
-    bucket.factors = factors_.of_ranks;  // of a direct one the all-reduce can do it
+    bucket.factors = factors_.of_ranks;  // in a direct bucket the all-reduce can multiply
   else if (!slot.weighted)
     multiply_gradient(slot.view, factors_.outgoing);
   slot.weighted = true;
@@ -274,7 +275,7 @@ void BucketStore::write(std::size_t parameter) {
 void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
   Slot& slot = slots_[parameter];
   at::Tensor& grad = slot.parameter.mutable_grad();
-  // What autograd has just made may lie on memory that the rest of the backward still reads.
+  // A gradient that autograd has just made may share memory that the rest of the backward still reads.
   const bool in_place = grad.defined() && !hooks_.shared(parameter) && !(slot.fresh && memory_held_elsewhere(grad));
   bucket.buffer = bucket.gradients = in_place ? as_buffer(grad, slot.parameter, slot.gradient_dtype) : at::Tensor();
   if (bucket.buffer.defined()) return;
@@ -285,7 +286,7 @@ void BucketStore::write_direct(std::size_t parameter, Bucket& bucket) {
 
 void BucketStore::adopt(std::size_t parameter, at::Tensor& gradient) {
   Slot& slot = slots_[parameter];
-  // create_graph: what comes later differentiates through it.
+  // create_graph: later computation differentiates through it.
   const bool stays = gradient.requires_grad() || slot.cast() || owns_gradient(parameter);
   if (!stays && same_elements(gradient, slot.view)) {
     gradient = slot.view;
@@ -297,14 +298,14 @@ void BucketStore::adopt(std::size_t parameter, at::Tensor& gradient) {
   if (!slot.copy_back) gradient = slot.view;
 }
 
-// Before the mean, a program sees a gradient that has just been made in hooks of the parameter only.
+// Before the mean, a new gradient is visible to the program only in hooks of the parameter.
 bool BucketStore::kept(const Slot& slot) const {
   if (slot.fresh && torch::autograd::impl::post_acc_grad_hooks(slot.parameter) == nullptr) return false;
   const at::Tensor& grad = slot.parameter.grad();
   return held_elsewhere(grad) || memory_held_elsewhere(grad);
 }
 
-// In place, so that other tensors on that memory follow; not where the rest of the backward may still read it.
+// In place, so that other tensors on that memory change too; not if the rest of the backward may still read it.
 void BucketStore::multiply(std::size_t parameter) {
   Slot& slot = slots_[parameter];
   at::Tensor& grad = slot.parameter.mutable_grad();
@@ -317,7 +318,7 @@ void BucketStore::multiply(std::size_t parameter) {
   }
 }
 
-// The program has kept the last .grad: that tensor keeps its memory and its values, and the bucket gets a new view.
+// The program has kept the last .grad: that tensor keeps its memory and values, and the bucket gets a new view.
 void BucketStore::renew_view(std::size_t parameter) {
   Slot& slot = slots_[parameter];
   at::Tensor kept = slot.view;
@@ -336,7 +337,7 @@ void BucketStore::hand_out(std::size_t parameter, bool keep_none) {
     grad = bucket.buffer;
   } else if (slot.copy_back) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (grad.defined()) grad.copy_(slot.view);  // a hook may have applied it and let it go
+    if (grad.defined()) grad.copy_(slot.view);  // a hook may have applied it and set it to None
   } else if (!keep_none) {
     if (slot.cast() || (owns_gradient(parameter) && !slot.direct)) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;

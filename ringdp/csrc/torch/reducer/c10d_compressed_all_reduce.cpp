@@ -27,15 +27,15 @@ constexpr std::size_t kAlignmentBytes = 16;  // of a run's code: kernels load an
 
 std::size_t aligned(std::size_t bytes) { return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes; }
 
-// Of the ring in the group, so that a wait hears Python's signals; null where there is none.
+// Of the ring in the group, so that a wait checks Python's signals; null without a ring.
 std::shared_ptr<Engine> engine_of(c10d::ProcessGroup& group) {
   for (const c10::Device& type : group.getDeviceTypes())
     if (ProcessGroupRing* ring = ring_of(group, type.type())) return ring->group()->engine();
   return nullptr;
 }
 
-// Two of each device by turns: one computes while the other waits for the network. No more, because torch's allocator
-// keeps the blocks of each stream for that stream.
+// Two streams of each device in turn: one computes while the other waits for the network. No more, because torch's
+// allocator keeps separate blocks for each stream.
 c10::Stream stream_for(const at::Tensor& buffer) {
   const c10::Device device = buffer.device();
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
@@ -49,7 +49,7 @@ c10::Stream stream_for(const at::Tensor& buffer) {
   return mine[0];
 }
 
-// While it lives, this operation's stream is the current one, ordered after the work already queued on the one before.
+// While it exists, this operation's stream is the current one, ordered after the work queued on the one before.
 class OnStream {
  public:
   OnStream(const c10::Stream& stream, const c10::Device& device) {
@@ -77,7 +77,7 @@ cuda::Feedback from(cuda::Feedback feedback, std::size_t begin) {
 
 std::shared_ptr<C10dCompressedAllReduce> C10dCompressedAllReduce::begin(Call call) {
   std::shared_ptr<C10dCompressedAllReduce> it(new C10dCompressedAllReduce(std::move(call)));
-  const CallbackGate gate;  // until `follow` has attached what comes next
+  const CallbackGate gate;  // until `follow` has attached the next step
   it->run(&C10dCompressedAllReduce::send_parts);
   return it;
 }
@@ -164,7 +164,7 @@ void C10dCompressedAllReduce::send_parts() {
       one.feedback = from(section.feedback, run.begin);
     }
   }
-  // A non-finite value of this rank shows in the mean, on all ranks; here only this rank would know of it.
+  // A non-finite value of this rank is in the mean on all ranks; checked here, only this rank would see it.
   codec_->encode(call_.compression.codec, runs, call_.compression.loss_scale, nullptr, stream_);
   std::vector<int64_t> equal;
   collectives_.push_back(backend_->alltoall_base(received_, sent_, equal, equal));
@@ -209,7 +209,7 @@ void C10dCompressedAllReduce::take_mean() {
   end(nullptr);
 }
 
-// A pass over this rank's input, which is still there, is worth its time only if the mean is not finite.
+// Searches this rank's input, which is still intact, only if the mean is not finite.
 void C10dCompressedAllReduce::look_for_own() {
   if (!call_.report) return;
   const Codec& codec = ringdp::codec(call_.compression.codec);
@@ -232,7 +232,7 @@ void C10dCompressedAllReduce::end(std::exception_ptr error) {
     issued_ = true;
     issued_changed_.notify_all();
   }
-  std::optional<OnStream> on_stream;  // which the Work's future then stands for
+  std::optional<OnStream> on_stream;  // for the Work's future
   try {
     if (!error) on_stream.emplace(stream_, call_.buffer.device());
   } catch (...) {

@@ -1,12 +1,12 @@
-// C10dCompressedAllReduce: one compressed all-reduce over any c10d backend, in three steps: every rank encodes the others'
-// parts and sends them (all-to-all), decodes and adds the codes of its own part, encodes the mean and sends it to all
-// (all-gather), and all ranks decode. Same arithmetic and order as collective/compressed_all_reduce.h where every rank is a
-// host of its own, so the same bits; parts are padded to the longest one, whose size all ranks know.
-// On a device everything is queued on a stream of its own, and nothing waits on the host: over NCCL all of it within the
-// constructor's call, over ring each step in the callback of the one before.
-// A backend that matches operations by the order of calls (gloo) needs the same order on all ranks: the Reducer waits until the
-// last collective is issued (`wait_until_issued`), Python's hooks have a group and a thread for one bucket at a time.
-// Owned by its Work and by those callbacks together; any thread.
+// C10dCompressedAllReduce: one compressed all-reduce over any c10d backend, in three steps: every rank encodes the
+// others' parts and sends them (all-to-all), decodes and adds the codes of its own part, encodes the mean and sends it
+// to all (all-gather), and all ranks decode. Same arithmetic and order as collective/compressed_all_reduce.h with
+// every rank as a host, so the same bits; parts are padded to the longest one, whose size all ranks know. On a device
+// all work is queued on a stream of its own, without waiting on the host: over NCCL within the constructor, over ring
+// each step in the callback of the one before. A backend that matches operations by the order of calls (gloo) needs
+// the same order on all ranks: the Reducer waits until the last collective is issued (`wait_until_issued`), Python's
+// hooks have a group and a thread for one bucket at a time. Owned by its Work and by those callbacks together; any
+// thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,13 +44,13 @@ class C10dCompressedAllReduce : public std::enable_shared_from_this<C10dCompress
     std::shared_ptr<FiniteReport> report;  // of memory on the CPU; may be null
   };
 
-  // Begins it, under the current name. Any error, also one in this call, is the Work's. Ranks with different sections would
-  // misread each other's bytes; the operations' names tell them apart.
+  // Begins it, under the current name. Any error, also one in this call, is the Work's. Ranks with different sections
+  // would misread each other's bytes; their operations' names differ, which is an error.
   static std::shared_ptr<C10dCompressedAllReduce> begin(Call call);
 
   const c10::intrusive_ptr<StagedWork>& work() const { return work_; }
-  // Waits until this rank has issued the last collective: where the backend matches operations by the order of calls, others
-  // on the same group may only follow then. Returns at once over NCCL; ring needs no such order.
+  // Waits until this rank has issued the last collective: if the backend matches operations by the order of calls,
+  // later ones on the same group must come after it. Returns at once over NCCL; ring does not need such an order.
   void wait_until_issued();
 
  private:
@@ -79,7 +79,7 @@ class C10dCompressedAllReduce : public std::enable_shared_from_this<C10dCompress
   c10::intrusive_ptr<c10d::Backend> backend_;
   const DeviceCodec* const codec_;
   c10::Stream stream_;
-  std::vector<std::vector<Run>> parts_;  // [rank]: what of each section that rank adds up
+  std::vector<std::vector<Run>> parts_;  // [rank]: the part of each section that the rank adds up
   std::size_t capacity_ = 0;             // bytes of a part
   at::Tensor sent_;                      // [ranks · capacity] bytes: codes of all parts; later the means'
   at::Tensor received_;                  // [ranks · capacity]: all ranks' codes of this rank's part

@@ -66,7 +66,7 @@ void GradientCompression::begin_backward() {
   scale_ = std::isfinite(scale) && scale > 0 ? static_cast<float>(std::exp2(std::floor(std::log2(scale)))) : 1.0f;
 }
 
-// What the mean lacks is its owner's to send, so many times as there are ranks; another rank sends its own gradient's part.
+// The owner sends what the mean lacks, times the number of ranks; another rank sends what its own gradient lacks.
 void GradientCompression::follow_members() {
   const ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr || reductions_.none()) return;
@@ -135,7 +135,7 @@ void GradientCompression::commit(const UsedMap& used, const OverflowReport& over
   residuals_.commit(overflow.flags(), unused);
 }
 
-// `residual` lies in memory as the gradient does.
+// `residual` has the memory layout of the gradient.
 void GradientCompression::scale_owned_part(std::size_t param_index, const at::Tensor& residual, float factor) const {
   ProcessGroupRing* ring = group_.ring(c10::kCPU);
   if (ring == nullptr) return;
@@ -175,7 +175,7 @@ void GradientCompression::give_residuals(const ByParameter& residuals) {
   }
 }
 
-// A gradient lies in its bucket as its parameter lies in memory, where that is dense.
+// In its bucket a gradient has the memory layout of its parameter, if that is dense.
 GradientCompression::ByParameter GradientCompression::residuals() const {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   ByParameter result;

@@ -1,7 +1,6 @@
-// GradientCompression: what codes have left out of the gradients (residuals), and how it gets back in.
-// Where this rank owns the mean, a residual holds what the mean lacks; elsewhere it holds what this rank's gradient lacks
-// (docs/reference/wire_format.md). What a backward leaves counts only if all of its gradients were finite.
-// Owned by the Reducer, used under its lock.
+// GradientCompression: the residuals of codes, and adding them to the next gradients. On the owner of a mean, a
+// residual is what the mean lacks; on other ranks what the rank's gradient lacks (docs/reference/wire_format.md).
+// Residuals of a backward count only if all of its gradients were finite. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,35 +30,34 @@ class GradientCompression {
   GradientCompression(const TrainableParameters& parameters, ReductionAssignment& reductions, ReducerGroup& group)
       : parameters_(parameters), reductions_(reductions), group_(group) {}
 
-  // Other reductions. Residuals of parameters whose reduction stays the same are kept. Returns the reductions before, to be
-  // released without the lock.
+  // Replaces the reductions. Keeps residuals of parameters whose reduction does not change. Returns the old
+  // reductions, to be released without the lock.
   ReductionPlan set(ReductionPlan reductions);
   ReductionPlan clear();  // also all residuals
 
   bool keeps_residuals() const;  // of some parameter
   bool exchanges_codes() const { return reductions_.all().exchange_codes; }
 
-  // ---- A backward.
-  // torch's scaler sets it; ringdp's calls note_loss_scale instead.
+  // ---- A backward. Set by torch's scaler; ringdp's calls note_loss_scale instead.
   void set_loss_scale(double scale) { program_scale_ = scale; }
   void begin_backward();
-  // The group may have other members (elastic jobs): residuals are what the new owners of the mean's parts need. Between the
-  // operations of one view and those of the next.
+  // The group may have new members (elastic jobs): converts residuals for the new owners of the mean's parts. Called
+  // between the operations of one view and those of the next.
   void follow_members();
   float loss_scale() const { return scale_; }  // a power of two: gradients are that much larger than residuals
-  // Bucket.codes for `buffer`, which is the bucket's or takes its place; with residuals if the gradients are this rank's.
+  // Bucket.codes for `buffer`, which is the bucket's or replaces it; with residuals if the gradients are this rank's.
   void list_sections(Bucket& bucket, const CodecReduction& reduction, const at::Tensor& buffer, bool with_residuals);
-  // An exact bucket sends what earlier codes left out. When the step counts, no residual remains.
+  // Adds residuals of earlier codes to an exact bucket. When the step counts, no residual remains.
   void add_residuals(Bucket& bucket);
-  // The backward has ended. The residuals that it wrote are the current ones from now on, if all of it was finite. Those of
-  // parameters that no rank used stay.
+  // The backward has ended. Its residuals become the current ones if all gradients were finite, except those of
+  // parameters that no rank used.
   void commit(const UsedMap& used, const OverflowReport& overflow);
 
-  // ---- Residuals, for the program. In units of this rank's gradient: float32 [numel], in the order of its memory. `take`
-  // removes them; `give` overwrites them.
+  // ---- Residuals, for the program, in units of this rank's gradient: float32 [numel], in the order of its memory.
+  // `take` removes them; `give` overwrites them.
   ByParameter take_residuals(const std::vector<std::size_t>& param_indices);
   void give_residuals(const ByParameter& residuals);
-  // As they are kept: float32 [numel] in the parameter's row-major order, on the CPU. Copies.
+  // In their own units: float32 [numel] in the parameter's row-major order, on the CPU. Copies.
   ByParameter residuals() const;
   void set_residuals(const ByParameter& residuals);
   void clear_residuals() { residuals_.clear(); }
@@ -74,7 +72,7 @@ class GradientCompression {
   ReductionAssignment& reductions_;
   ReducerGroup& group_;
   Residuals residuals_;
-  GroupView members_;  // to which they belong, where those may change
+  GroupView members_;  // the view of the residuals, in elastic jobs
   double program_scale_ = 1.0;
   float scale_ = 1.0f;
 };

@@ -17,7 +17,7 @@ using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 
-// A backward that is compiled as one graph runs no hooks.
+// A backward that is compiled as one graph does not run hooks.
 void refuse_compiled_backward() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,

@@ -1,6 +1,6 @@
 // GradientHooks: the hooks on the parameters' gradient accumulators, by which autograd reports each gradient to a
-// GradientListener (the Reducer). Owned by the Reducer, attached and removed under its lock. Called by the threads that run
-// backward, without the GIL.
+// GradientListener (the Reducer). Owned by the Reducer, attached and removed under its lock. Called by the threads
+// that run backward, without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,12 +21,12 @@ class GradientListener {
  public:
   virtual ~GradientListener() = default;
 
-  // Before autograd adds `gradient` to the parameter's .grad. Returns what autograd is to add; undefined: nothing, the listener
-  // has put it there itself.
+  // Before autograd adds `gradient` to the parameter's .grad. Returns the tensor to add; undefined: none, the listener
+  // has stored it.
   virtual at::Tensor take_gradient(std::size_t parameter, const at::Tensor& gradient) = 0;
   // After the gradient was put into .grad, by autograd or by take_gradient.
   virtual void gradient_arrived(std::size_t parameter) = 0;
-  // Backward reached an output of this forward.
+  // Backward has reached an output of this forward.
   virtual void backward_began(Forward& forward) = 0;
   // gradient_arrived threw this.
   virtual void hook_failed(const std::string& text) = 0;
@@ -39,18 +39,18 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  // Nothing where they are attached, or were removed.
+  // Does nothing if they are attached, or were removed.
   void attach(const std::vector<at::Tensor>& parameters);
   void detach();
   void remove();  // for good
   bool attached() const { return attached_; }
 
-  // In the backward under way: whether it runs an accumulator at all. One with chosen inputs (autograd.grad,
-  // backward(inputs=…)) may run none.
+  // Whether the present backward runs an accumulator. One with chosen inputs (autograd.grad, backward(inputs=…)) may
+  // run none.
   bool any_runs() const;
-  // The parameters whose accumulators its graph lacks; none where the engine has not listed its nodes.
+  // The parameters whose accumulators are not in its graph; empty if the engine has not listed its nodes.
   std::vector<std::size_t> not_in_graph() const;
-  // Whether another listener has, or has had, hooks on the same parameter.
+  // Whether another listener has or had hooks on the same parameter.
   bool shared(std::size_t parameter) const;
 
  private:
@@ -66,8 +66,8 @@ class GradientHooks {
   bool removed_ = false;
 };
 
-// The sink: backward_began is called when backward leaves any of `outputs`. The outputs stay as they are. Their graph keeps
-// `forward`.
+// Adds a node to the graph of `outputs`, which calls backward_began when a backward enters it, and owns `forward`. The
+// outputs do not change.
 void watch_outputs(const std::shared_ptr<GradientListener>& listener, const std::vector<at::Tensor>& outputs,
                    const std::shared_ptr<Forward>& forward);
 

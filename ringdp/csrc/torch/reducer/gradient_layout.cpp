@@ -10,7 +10,7 @@
 namespace ringdp {
 namespace {
 
-// From here on a copy costs more than an operation of its own.
+// Above this size a copy costs more than a separate operation.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
 // Ranks whose gradients of a parameter differ in type could not average them.
@@ -53,7 +53,7 @@ GradientLayout::GradientLayout(std::vector<ModuleParameter> all, c10::intrusive_
   start();
 }
 
-// With the parameters that require grad now.
+// Plans with the parameters that now require grad.
 void GradientLayout::start() {
   hooks.detach();
   store.start();
@@ -68,7 +68,7 @@ void GradientLayout::attach_hooks() {
     hooks.attach(parameters.tensors());
 }
 
-// Reductions have changed.
+// Plans with changed reductions.
 void GradientLayout::lay_out_again() {
   plan.describe_again(describe_gradients());
   reductions.forget_choice();
@@ -157,7 +157,7 @@ bool GradientLayout::may_skip() const {
 
 bool GradientLayout::follow_requires_grad() {
   const bool changed = parameters.changed();
-  // All ranks give their modules other data in the same place, as they do the forward, and their modules were alike.
+  // All ranks replace data at the same place of the program, and their modules were equal.
   if (!changed && !store.other_data()) return false;
   check_gradient_dtypes(parameters.all());
   const std::vector<std::size_t> frozen = parameters.frozen();
@@ -168,7 +168,7 @@ bool GradientLayout::follow_requires_grad() {
   const auto agree = [&] {
     means.clear();
     if (group.ranks() == 1 && !repair.on()) return;
-    // Gradients accumulated under no_sync are still to be averaged once; the optimizer may apply them.
+    // Averages gradients accumulated under no_sync once; the optimizer may apply them.
     const std::vector<std::size_t> due = parameters.agree_about_change(group, left_over.by_param_index());
     const double factor = due.empty() ? 1 : weights.factor_of_left_over();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -219,11 +219,11 @@ void GradientLayout::choose(const std::vector<int>& reduction_of_bucket) {
   assign_reductions();
 }
 
-// Hooks that RingDP itself registers, for mixed precision and optimizers in backward, come this way, too.
+// Also used by RingDP's own hooks, for mixed precision and optimizers in backward.
 void GradientLayout::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   if (!reductions.none()) throw Error(ErrorKind::kState, kHookAndCompression);
   buckets.set_hook(std::move(hook));
-  store.drop();  // buckets for hooks are laid out without marks, and a world of one has had none
+  store.drop();  // buckets for hooks have no marks, and a world of one has no buckets
   attach_hooks();
 }
 
@@ -232,7 +232,7 @@ void GradientLayout::set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, boo
   buckets.group_replaced();
   if (!reductions.none()) {
     check_reductions(reductions.all());
-    if (other_size) compression.clear_residuals();  // other ranks own their parts
+    if (other_size) compression.clear_residuals();  // other ranks own the parts now
     lay_out_again();
   }
   attach_hooks();

@@ -1,7 +1,7 @@
-// GradientLayout: what a reducer reduces, and how: the parameters, their hooks, the plan of their buckets, the buckets' memory,
-// compression, and the group. All of this stays as it is during a step. Between two steps parameters may be frozen or
-// replaced, reductions, hooks or the group may be others; the layout then keeps its parts in line with each other.
-// Owned by the Reducer, used under its lock; but for the hooks, which autograd calls.
+// GradientLayout: the parts of a reducer that are constant during a step: the parameters, their hooks, the plan of
+// their buckets, the buckets' memory, compression, and the group. Between two steps parameters may be frozen or
+// replaced, and reductions, hooks or the group replaced; the layout then updates its parts together. Owned by the
+// Reducer, used under its lock, except the hooks, which autograd calls.
 #pragma once
 
 #include <cstddef>
@@ -31,16 +31,16 @@ struct ReducerOptions {
   std::vector<std::size_t> caps_bytes;  // see assign_buckets
   UnusedParameters unused = UnusedParameters::kFinish;
   bool average = false;            // see ReducerGroup
-  bool graph_shows_unused = true;  // false where parameters are not leaves of the graph: _autograd_hook reports them
+  bool graph_shows_unused = true;  // false if parameters are not leaves of the graph: _autograd_hook reports them
   bool own_gradients = false;      // .grad is never a part of a bucket: copied in, and the mean copied back
-  bool skip_unused = false;        // buckets for which no rank has gradients are not sent
+  bool skip_unused = false;        // does not send buckets for which no rank has gradients
   bool host_control = false;       // see ReducerGroup
   bool gradient_pool = false;      // see GradientPool
   bool names_compared = false;     // see ReducerGroup
   bool weighted = false;           // see GradientWeights
   std::size_t report_every = 0;    // see StepReport
-  bool alone = false;              // one rank reduces its buckets, too: for tests and benchmarks of what carries them
-  std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; a gradient of another one is cast in and back
+  bool alone = false;              // a single rank also reduces its buckets: for tests and benchmarks
+  std::optional<c10::ScalarType> reduce_dtype;  // of the exact buckets; other gradients are cast to it and back
 };
 
 class GradientLayout {
@@ -64,33 +64,32 @@ class GradientLayout {
   BucketReducer buckets;
   StepRepair repair;
 
-  // Nothing is sent, and gradients lie where autograd leaves them.
+  // With one rank: nothing is sent, and gradients stay in autograd's memory.
   bool local() const { return group.ranks() == 1 && !options.alone && !buckets.has_hook() && !repair.on(); }
-  // Gradients are reported, and there are some.
+  // Hooks are attached, and there are parameters.
   bool watched() const { return hooks.attached() && parameters.size() > 0; }
-  // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered, and
-  // evaluation needs none.
+  // Buckets get their memory at the first forward that needs it, not at construction: a hook may still be registered,
+  // and evaluation needs none.
   void allocate();
-  // Throws the failure of ring's group where another backend reduces the buckets.
+  // Throws the failure of ring's group if another backend reduces the buckets.
   void throw_if_group_failed();
-  // Whether hooks may issue operations at any time, also after the last bucket was launched.
+  // Whether hooks may issue operations after the last bucket was launched.
   bool calls_back() const { return buckets.has_hook() || reductions.calls_back(); }
-  // Which parameters were used is an operation of its own: no bucket carries it.
+  // Whether the map of used parameters is an operation of its own.
   bool sends_used_map() const;
-  // Some buckets may stay at home, or will as soon as the order of the gradients is known.
+  // Whether some buckets may not be sent, now or once the order of the gradients is learned.
   bool may_skip() const;
 
-  // By the order that rank 0 has seen; once, after the first backward: true.
+  // Plans with the order of rank 0; once, after the first backward: true.
   bool follow_learned_order();
-  // What rank 0 sends of the order in which the gradients arrived, to be learned for the next plan, so that buckets fill up
-  // one after the other.
+  // The order of arrival, which rank 0 sends to all, for the next plan, so that buckets fill up one after the other.
   std::vector<int32_t> exchange_order(const std::vector<std::size_t>& arrivals,
                                       const std::vector<bool>& used_somewhere);
-  // Parameters were frozen or unfrozen since the last layout, or got other data: true. Throws on all ranks if they do not
-  // agree about that.
+  // True if parameters were frozen or unfrozen since the last layout, or got other data. Throws on all ranks if they
+  // do not agree about that.
   bool follow_requires_grad();
-  // The module has other parameters. Reductions and residuals belong to the old ones' numbers and are dropped; the plan
-  // of before is to be released without the lock.
+  // Replaces the parameters. Drops reductions and residuals, which are of the old ones; the returned old plan is to be
+  // released without the lock.
   ReductionPlan replace_parameters(std::vector<ModuleParameter> others);
   void check_reductions(const ReductionPlan& reductions) const;
   ReductionPlan set_reductions(ReductionPlan reductions);

@@ -30,7 +30,7 @@ GradientMarks::Mark GradientMarks::mark_of(const at::Tensor& gradient, bool fini
 void GradientMarks::note(bool finite) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& gradient = parameters_[i].grad();
-    // A reduction writes into the bucket, beside torch: a gradient of the same tensor and version may be a new one.
+    // A reduction writes into the bucket without torch: a gradient of the same tensor and version may be a new one.
     if (!finite || !fits(marks_[i], gradient)) marks_[i] = mark_of(gradient, finite);
   }
 }

@@ -15,11 +15,12 @@ class GradientMarks {
  public:
   explicit GradientMarks(std::vector<at::Tensor> parameters);
 
-  // After a backward that reduced gradients: whether they are finite. Gradients that it did not touch keep their verdict.
+  // After a backward that reduced gradients: whether they are finite. Gradients that it did not touch keep their
+  // verdict.
   void note(bool finite);
-  // By parameter: its gradient is what was noted, and finite.
+  // By parameter: whether its gradient is unchanged since it was noted, and finite.
   std::vector<bool> finite() const;
-  // These gradients were changed by intention, and are finite; all other verdicts are dropped.
+  // The caller has changed these gradients, and they are finite; drops all other verdicts.
   void renew(const std::vector<std::size_t>& parameters);
 
  private:

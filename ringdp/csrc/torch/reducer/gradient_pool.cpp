@@ -25,8 +25,8 @@ BlockPool& pool() {
 thread_local std::weak_ptr<void> backward_here;
 thread_local int scopes_here = 0;
 
-// No thread runs a backward once its backward_here is destroyed. What a Scope allocates stays for long, and a block below a
-// huge page would waste the rest of it.
+// backward_here is destroyed before its backward's thread runs another one. A Scope's allocations last long, and a
+// block below a huge page would waste its rest.
 bool from_pool(std::size_t bytes) {
   if (bytes < kFromBytes) return false;
   if (scopes_here > 0) return bytes >= BlockPool::kUnitBytes;
@@ -147,7 +147,7 @@ GradientPool::~GradientPool() {
 std::shared_ptr<void> GradientPool::during_backward() const {
   if (!on_) return nullptr;
   installation().check();
-  if (auto running = backward_here.lock()) return running;  // another RingDP's, or the one this is nested in
+  if (auto running = backward_here.lock()) return running;  // of another RingDP, or of the enclosing backward
   const std::shared_ptr<void> mark(&pool(), [](void*) { pool().end_step(); });
   backward_here = mark;
   return mark;

@@ -1,8 +1,9 @@
-// GradientPool: a reducer's part in the memory that is kept for gradients. The process has one BlockPool, and one c10::Allocator
-// for CPU tensors in front of torch's, installed for the first reducer that takes part and never removed, since tensors refer
-// to it. It takes blocks of 1 MiB and more from the pool that a thread allocates while it runs a backward announced by
-// during_backward, and blocks of 2 MiB and more while a Scope lives; all else it hands on to torch's allocator. Blocks return to the pool from any
-// thread. When no reducer takes part any more, idle memory goes back to the kernel.
+// GradientPool: a reducer's part in the memory that is kept for gradients. The process has one BlockPool, and one
+// c10::Allocator for CPU tensors in front of torch's, installed for the first reducer that takes part and never
+// removed, since tensors refer to it. It takes blocks of 1 MiB and more from the pool that a thread allocates while it
+// runs a backward announced by during_backward, and blocks of 2 MiB and more while a Scope lives; other allocations
+// are torch's allocator's. Blocks return to the pool from any thread. When the last reducer has left, idle memory goes
+// back to the kernel.
 //
 // Owned by the GradientLayout, used under the reducer's lock.
 #pragma once
@@ -20,7 +21,7 @@ class GradientPool {
     std::size_t idle_bytes = 0;
   };
 
-  // While it lives, this thread's large allocations come from the pool.
+  // While it exists, this thread's large allocations come from the pool.
   class Scope {
    public:
     explicit Scope(bool on);
@@ -32,15 +33,15 @@ class GradientPool {
     const bool on_;
   };
 
-  // `wanted` is not enough: where another library has replaced torch's allocator there is no pool, and one log line says so.
+  // `wanted` may have no effect: if another library has replaced torch's allocator there is no pool, and a log line.
   explicit GradientPool(bool wanted);
   ~GradientPool();
   GradientPool(const GradientPool&) = delete;
   GradientPool& operator=(const GradientPool&) = delete;
 
   Scope scope() const { return Scope(on_); }
-  // Of the backward that runs in this thread, and of those nested in it. It lasts until the result is destroyed: the
-  // backward's graph task keeps it in a callback, and is destroyed however the backward ends. Null: no part in the pool.
+  // Uses the pool in this thread's backward and those nested in it, until the result is destroyed: the backward's
+  // graph task owns it in a callback, and is destroyed however the backward ends. Null: the pool is not used.
   std::shared_ptr<void> during_backward() const;
 
   static Use use();  // of the process

@@ -69,7 +69,7 @@ void GradientWeights::check_same(double weight) const {
 void GradientWeights::begin(int task, double weight, int64_t step) {
   if (!on_) return;
   accumulate(task, weight);
-  // A backward that averages on demand has a forward that did not know of it. A group may have got other ranks since.
+  // The forward of a backward that averages on demand has not exchanged weights. The group may have other ranks since.
   if (announced_ && (announced_->shares.size(0) != group_.ranks() || announced_->view != group_.view()))
     announced_.reset();
   unknown_ = group_.first_unit();
@@ -80,20 +80,20 @@ void GradientWeights::begin(int task, double weight, int64_t step) {
   announced_.reset();
   if (exchange.own != done()) throw Error(ErrorKind::kState, kOrder);
   try {
-    know(finish(std::move(exchange)), step);
+    set_known(finish(std::move(exchange)), step);
   } catch (const Error& error) {
     if (!factors_.when_sent || !is_loss(error)) throw;
     unknown_ = true;
   }
 }
 
-void GradientWeights::tell_again(int64_t step) {
+void GradientWeights::exchange_again(int64_t step) {
   if (!on_) return;
-  know(finish(begin_exchange(done())), step);
+  set_known(finish(begin_exchange(done())), step);
   unknown_ = false;
 }
 
-void GradientWeights::know(Known known, int64_t step) {
+void GradientWeights::set_known(Known known, int64_t step) {
   factors_.of_ranks = std::move(known.factors);
   totals_ = std::move(known.totals);
   view_ = known.view;

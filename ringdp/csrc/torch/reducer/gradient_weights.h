@@ -1,8 +1,7 @@
-// GradientWeights: gradients are averaged over samples, not over ranks: each rank's counts as often as its batch weighs
-// (MicroBatches has the formula). The ranks tell each other their weights in an operation of 16 bytes for each, which begins in the
-// forward and is read when the backward begins.
-// Owned by the Reducer's GradientLayout, used under the Reducer's lock by the forward's thread and the threads that run
-// backward.
+// GradientWeights: averages gradients over samples, not over ranks, with the weight of each rank's batch (MicroBatches
+// has the formula). The ranks exchange their weights in an operation of 16 bytes for each, which begins in the forward
+// and is read when the backward begins. Owned by the Reducer's GradientLayout, used under the Reducer's lock by the
+// forward's thread and the threads that run backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,26 +19,26 @@
 
 namespace ringdp {
 
-// By what gradients are multiplied; 1: they stay as they are, 0: they become zeros, whatever they are.
+// Factors of gradients; 1: unchanged, 0: zeros, also for infinities and NaNs.
 struct GradientFactors {
-  double incoming = 1;           // a gradient of the backward under way, before it is added to .grad
-  double outgoing = 1;           // the .grad that is sent; with one rank, the .grad that stays
+  double incoming = 1;           // of a gradient of the present backward, before it is added to .grad
+  double outgoing = 1;           // of the .grad that is sent; with one rank, of .grad itself
   std::vector<double> of_ranks;  // `outgoing` of each rank; empty: all are 1
-  bool when_sent = false;  // `outgoing` is 1, and a bucket is multiplied where it is sent: its gradients may go again
+  bool when_sent = false;  // `outgoing` is 1, and a bucket is multiplied when it is sent, since it may be sent again
 };
 
 class GradientWeights {
  public:
-  // `on`: false: every rank counts the same, and nothing is exchanged or multiplied.
+  // Without `on` all ranks have the same weight, without an exchange.
   GradientWeights(ReducerGroup& group, const TrainableParameters& parameters, bool on)
       : group_(group), parameters_(parameters), on_(on) {}
   bool on() const { return on_; }
 
-  // ---- Forward.
-  // The weight of this forward's backward. `sync`: that backward averages, and the ranks begin to tell each other what they have. A weight
-  // that is negative or not finite is an error on all ranks. `discarded`: no .grad has anything of earlier backwards.
+  // ---- Forward. The weight of this forward's backward. `sync`: that backward averages, and the exchange of weights
+  // begins. A weight that is negative or not finite is an error on all ranks. `discarded`: no .grad has a part of
+  // earlier backwards.
   void announce(double weight, bool sync, bool discarded, const std::string& note = {});
-  // The forwards up to the end of the step are of the batch whose forward has failed: what it announced stands.
+  // The forwards up to the end of the step are of the batch whose forward has failed: its announced weight stays.
   void repeat() {
     repeats_ = true;
     if (announced_) done_.refer_to(announced_->own.reference);
@@ -48,26 +47,26 @@ class GradientWeights {
   // On a rank that has run out of input (join).
   void shadow();
 
-  // ---- Backward. `task`: autograd's number of it, `weight`: of the forward whose output it has reached.
-  // By what its gradients are multiplied. Read by the threads that run backward, without the lock.
+  // ---- Backward. `task`: autograd's number of it, `weight`: of the forward whose output it has reached. The factors
+  // of its gradients, read by the threads that run backward, without the lock.
   const GradientFactors& factors() const { return factors_; }
-  // One that does not average. Throws where it also goes through a forward of another weight.
+  // One that does not average. Throws if it also goes through a forward of another weight.
   void accumulate(int task, double weight);
   void check_same(double weight) const;
   // One that averages: waits for the other ranks' weights.
   void begin(int task, double weight, int64_t step);
-  // In an elastic job: whether the other ranks' weights will be known at the end of the backward only, in `tell_again`: a member is
-  // lost, or the step is the first one of its view, where ranks do not know each other's forwards.
+  // In an elastic job: whether the other ranks' weights come only at the end of the backward, in `exchange_again`: a
+  // member is lost, or the step is the first one of its view, whose forwards the ranks have not exchanged.
   bool unknown() const { return unknown_; }
-  // The backward's buckets are sent at its end, or again: the present members tell each other what they weigh.
-  void tell_again(int64_t step);
-  // What each rank's batch of this step weighs, by rank; empty: not known in the present view.
+  // The backward's buckets are sent at its end, or again: exchanges weights among the present members.
+  void exchange_again(int64_t step);
+  // The weights of the ranks' batches in this step, by rank; empty: unknown in the present view.
   std::vector<double> of_members() const { return view_ == group_.view() ? totals_ : std::vector<double>(); }
   void end();
-  bool accumulated() const { return done_.total() > 0; }  // backwards that did not average have weighed something
-  // A gradient that no forward has announced cannot be weighed.
+  bool accumulated() const { return done_.total() > 0; }  // a backward without averaging had a weight
+  // Throws for a gradient without an announced weight.
   void check_announced(const std::string& parameter) const;
-  // By what gradients that were left over are multiplied before they are averaged alone. All ranks call it.
+  // The factor of left-over gradients before they are averaged alone. All ranks call it.
   double factor_of_left_over();
 
  private:
@@ -78,7 +77,7 @@ class GradientWeights {
   };
   struct Exchange {
     Share own;
-    at::Tensor shares;  // float64 [ranks, 2]: zeros but for this rank's, and all ranks' as soon as `work` has ended
+    at::Tensor shares;  // float64 [ranks, 2]: only this rank's row is not zero; all rows once `work` has ended
     c10::intrusive_ptr<c10d::Work> work;
     uint64_t view = 0;  // see ReducerGroup
   };
@@ -88,11 +87,11 @@ class GradientWeights {
   struct Known {  // by rank
     std::vector<double> factors;
     std::vector<double> totals;
-    uint64_t view = 0;  // whose ranks
+    uint64_t view = 0;  // of the ranks
   };
-  // Throws on all ranks, if the weight of one of them is not valid.
+  // Throws on all ranks if the weight of one of them is invalid.
   Known finish(Exchange exchange);
-  void know(Known known, int64_t step);
+  void set_known(Known known, int64_t step);
   [[noreturn]] void throw_invalid(int rank, double weight) const;
 
   ReducerGroup& group_;
@@ -102,7 +101,7 @@ class GradientWeights {
   std::optional<Exchange> announced_;
   bool repeats_ = false;
   MicroBatches done_;
-  double current_ = 1;  // the weight of the backward under way, or of the last one
+  double current_ = 1;  // the weight of the present or last backward
   int task_ = -1;       // the last backward that did not average
   GradientFactors factors_;
   std::vector<double> totals_;  // of this step; empty: not known

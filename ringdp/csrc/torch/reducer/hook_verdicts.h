@@ -1,7 +1,6 @@
-// HookVerdicts: the reductions that are hooks and were used in one backward, whether each found its results finite, and the
-// end of their step: the states that they have kept count if all was finite.
-// Made at the end of backward by the thread that ends it, and used by that alone; `ask` and `commit` run Python code, without
-// the Reducer's lock, the others under it.
+// HookVerdicts: the hook reductions of one backward, whether each found its results finite, and their commit: their
+// states count if all results were finite. Made at the end of backward by the thread that ends it, and used by that
+// alone; `ask` and `commit` run Python code, without the Reducer's lock, the others under it.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +20,12 @@ namespace ringdp {
 class HookVerdicts {
  public:
   HookVerdicts() = default;  // no hook was used
-  // Those of the buckets sent in `step`.
+  // The hooks of the buckets sent in `step`.
   HookVerdicts(const ReductionAssignment& reductions, const BucketStore& buckets, int64_t step);
 
   bool none() const { return hooks_.empty(); }
   void ask();
-  // Nothing for a reduction that is not among them, or does not know.
+  // nullopt for another reduction, or one without a verdict.
   std::optional<bool> of(const Reduction* reduction) const;
   void note_unused(const ReductionAssignment& reductions, const TrainableParameters& parameters, const UsedMap& used);
   void commit(bool finite) const;
@@ -38,7 +37,7 @@ class HookVerdicts {
   };
 
   std::map<HookReduction*, Hook> hooks_;
-  std::vector<std::shared_ptr<Reduction>> alive_;  // they run Python code, which may give the reducer others
+  std::vector<std::shared_ptr<Reduction>> alive_;  // they run Python code, which may replace the reducer's
 };
 
 }  // namespace ringdp

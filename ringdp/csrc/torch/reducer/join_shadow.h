@@ -1,5 +1,5 @@
-// JoinShadow: torch's Join, where some ranks run out of input before others. The ranks with input learn before each backward
-// how many they are, and divide by that; a rank without input repeats ("shadows") their operations with zeros.
+// JoinShadow: torch's Join, for ranks that run out of input before others. Before each backward the ranks with input
+// count themselves, and divide by that number; a rank without input repeats ("shadows") their operations with zeros.
 // Owned by the Reducer, used under its lock.
 #pragma once
 
@@ -17,19 +17,19 @@ class JoinShadow {
  public:
   JoinShadow(GradientLayout& layout, UsedMap& used) : layout_(layout), used_(used) {}
 
-  // ---- On a rank with input. `work` counts those, before a forward.
+  // ---- On a rank with input. `work`: their number, before a forward.
   void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks);
   void forget_forward_work() { forward_work_ = nullptr; }
   void begin_backward() { joining_ = forward_work_ != nullptr; }
   bool joining() const { return joining_; }  // some ranks may have run out of input, and repeat all buckets
-  void divide();                             // the sums of this backward, by what the work has counted
+  void divide();                             // divides the sums of this backward by the counted number
   void divide_by(int64_t ranks_with_input);  // 0: all ranks
 
-  // ---- On a rank without input. In a forward of the others:
+  // ---- On a rank without input. During a forward of the others:
   void shadow_weight() { layout_.weights.shadow(); }
   std::vector<c10d::GradBucket> zero_buckets();
   FuturePointer shadow(c10d::GradBucket& zeros, int64_t step);
-  void shadow_used_map();  // where the ranks send it in an operation of its own
+  void shadow_used_map();  // if it is an operation of its own
 
  private:
   GradientLayout& layout_;

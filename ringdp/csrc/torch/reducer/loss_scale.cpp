@@ -15,7 +15,7 @@ namespace {
 using torch::autograd::get_current_graph_task_id;
 
 constexpr int kNoBackward = -1;
-constexpr std::size_t kKept = 64;  // backwards that may be under way at once, in threads of their own
+constexpr std::size_t kKept = 64;  // backwards that may run at once, in different threads
 
 class LossScales {
  public:

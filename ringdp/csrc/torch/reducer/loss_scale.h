@@ -1,6 +1,6 @@
-// The loss scale of a backward: ringdp.amp notes it, the reducers that average the gradients read it. It is kept by
-// autograd's number of that backward, so losses with different scales do not mix; for the last few backwards only.
-// Any thread that runs a part of the backward; no GIL needed.
+// The loss scale of a backward: ringdp.amp notes it, the reducers that average the gradients read it. Stored by
+// autograd's number of that backward, so losses with different scales do not mix; for the last few backwards only. Any
+// thread that runs a part of the backward; no GIL needed.
 #pragma once
 
 namespace ringdp {

@@ -36,7 +36,7 @@ uint32_t fnv1a(uint32_t hash, const std::string& text) {
   return (hash ^ 0xffu) * 16777619u;
 }
 
-// Of DDP's error: the indices and names of what is missing.
+// Of DDP's error: the indices and names of missing parameters.
 std::string missing_text(const UnfinishedBackward& backward, std::span<const std::string> names) {
   std::string indices;
   std::vector<std::string> shown;

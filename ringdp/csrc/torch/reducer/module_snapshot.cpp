@@ -12,9 +12,9 @@ namespace {
 namespace py = pybind11;
 using Places = std::vector<const void*>;
 
-constexpr std::size_t kPlacesPerModule = 4;  // at least, but for a module without parameters
+constexpr std::size_t kPlacesPerModule = 4;  // at least, except for a module without parameters
 
-// Calls `visit(name, value)` for what a module keeps under `attribute`: a dict, or what a ScriptModule has in its place.
+// Calls `visit(name, value)` for the items of the module's `attribute`: a dict, or its equivalent in a ScriptModule.
 template <typename Visit>
 void for_each_of(PyObject* module, PyObject* attribute, Visit visit) {
   PyObject** own = _PyObject_GetDictPtr(module);
@@ -30,7 +30,7 @@ void for_each_of(PyObject* module, PyObject* attribute, Visit visit) {
   if (!mapping) throw py::error_already_set();
   for (const py::handle item : mapping.attr("items")()) {
     const py::tuple pair = py::reinterpret_borrow<py::tuple>(item);
-    visit(nullptr, pair[1].ptr());  // the name is made anew for each call
+    visit(nullptr, pair[1].ptr());  // the name is a new object at each call
   }
 }
 
@@ -46,7 +46,7 @@ struct Walk {
       places.push_back(name);
       places.push_back(THPVariable_Check(value) ? THPVariable_Unpack(value).unsafeGetTensorImpl() : nullptr);
     });
-    // A buffer may be another tensor after every forward; torch lists them anew where it sends them, if there are any.
+    // Buffers may be replaced in every forward; torch lists them anew each time it sends them.
     for_each_of(module, buffers.ptr(), [&](PyObject* name, PyObject*) { places.push_back(name); });
     for_each_of(module, modules.ptr(), [&](PyObject* name, PyObject* child) {
       places.push_back(name);

@@ -1,7 +1,7 @@
-// ModuleSnapshot: which parameters a module had, and where, when its gradients' buckets were laid out. `differs` notices
-// a parameter or submodule that was replaced, added, removed or renamed since, in a walk over the modules' dictionaries:
-// some 20 us for 300 modules, without Python code.
-// Owned by RingDP (Python); every call is made under the GIL.
+// ModuleSnapshot: which parameters a module had, and where, when its gradients' buckets were laid out. `differs`
+// notices a parameter or submodule that was replaced, added, removed or renamed since, in a walk over the modules'
+// dictionaries: some 20 us for 300 modules, without Python code. Owned by RingDP (Python); every call is made under
+// the GIL.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -18,8 +18,8 @@ class ModuleSnapshot {
   bool differs(const pybind11::object& module) const { return walk(module, taken_.size()) != taken_; }
 
  private:
-  // Addresses of modules, of names, and of parameters' tensors. They are compared, never followed: RingDP's reducer
-  // keeps the tensors alive, so that no other one can have their addresses.
+  // Addresses of modules, names, and parameters' tensors, only for comparison: RingDP's reducer keeps the tensors
+  // alive, so that no other tensor gets their addresses.
   using Places = std::vector<const void*>;
   static Places walk(const pybind11::object& module, std::size_t expected);
 

@@ -51,7 +51,7 @@ void OverflowReport::collect(const BucketStore& buckets, int64_t step, const Hoo
     } else if (const auto verdict = hooks.of(bucket.reduction)) {
       one = verdict;
     } else if (bucket.codes.non_finite.defined()) {
-      continue;  // its device knows
+      continue;  // its device has the flag
     } else if (look_at_results && watches()) {
       one = look_at(bucket);
     }

@@ -1,7 +1,6 @@
-// OverflowReport: whether a backward gave infinities or NaNs. Most operations look for them while they reduce; the report puts
-// together what they found, and looks itself at results that nobody has looked at. What is found on a device stays there, in
-// a flag, until somebody asks: a step waits for nothing.
-// Owned by the Reducer, used under its lock.
+// OverflowReport: whether a backward gave infinities or NaNs. Most operations look for them while they reduce; the
+// report combines their findings, and checks the other results itself. Findings on a device stay there, in a flag,
+// until they are read, so that a step does not wait. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +29,7 @@ class OverflowReport {
 
   explicit OverflowReport(const TrainableParameters& parameters) : parameters_(parameters) {}
 
-  // Who wants it: the program, and compression, whose residuals count only if all is finite.
+  // Enabled by the program, and by compression, whose residuals count only if all gradients are finite.
   void watch(bool watching) { watching_ = watching; }
   void watch_for_compression(bool compressed) { compressed_ = compressed; }
   bool watches() const { return watching_ || compressed_; }
@@ -38,18 +37,18 @@ class OverflowReport {
   void begin_backward();
   // This backward's flag on a device, for kernels that look for non-finite values.
   const Flag& flag_on(c10::Device device);
-  // The buckets sent in `step` are reduced. `look_at_results`: also where nobody has looked.
+  // The buckets sent in `step` are reduced. `look_at_results`: also checks results that no operation has checked.
   void collect(const BucketStore& buckets, int64_t step, const HookVerdicts& hooks, bool look_at_results);
 
-  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not checked. Waits
-  // for the devices that have flags.
+  // Whether the last synchronised backward gave finite gradients, the same on all ranks; nullopt if it was not
+  // checked. Waits for the devices that have flags.
   std::optional<bool> finite();
   // The same without the flags.
   std::optional<bool> finite_on_host() const { return finite_; }
   Residuals::Flags flags() const;
-  // In that backward, the first parameter of the module whose gradient on this rank was not finite; -1: none.
+  // The first parameter of the module whose gradient on this rank was not finite in that backward; -1: none.
   int64_t own_non_finite() const { return own_non_finite_; }
-  // Parameters of the module whose .grad is not finite; looks at all of them.
+  // Parameters of the module whose .grad is not finite; checks all of them.
   std::vector<std::size_t> non_finite() const;
 
  private:
@@ -60,7 +59,7 @@ class OverflowReport {
   const TrainableParameters& parameters_;
   bool watching_ = false;
   bool compressed_ = false;
-  std::optional<bool> finite_;  // without what the flags know
+  std::optional<bool> finite_;  // without the flags
   std::unordered_map<c10::Device, Flag> flags_;
   int64_t own_non_finite_ = -1;
 };

@@ -1,6 +1,6 @@
-// Ranges that torch.profiler shows of a bucket: one while its operation is under way ("ringdp move …"), one while the end of
-// backward waits for it ("ringdp wait …"). Their names have the bucket, the algorithm and the peers. Without a profiler
-// they cost a look at a flag. Called by the BucketReducer, on its threads.
+// A bucket's ranges in torch.profiler: one during its operation ("ringdp move …"), one while the end of backward waits
+// for it ("ringdp wait …"). Their names have the bucket, the algorithm and the peers. Without a profiler they cost a
+// check of a flag. Called by the BucketReducer, on its threads.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -16,7 +16,8 @@ namespace ringdp {
 // "bucket 3: fc.weight (ring, 4 MiB, ranks 1 and 3)", of a bucket that this rank of the group reduces.
 std::string describe_for_profiler(const Bucket& bucket, const ReducerGroup& group);
 
-// From now on until `bucket.operation` has ended. Nothing where no profiler runs, or the operation cannot say when it ends.
+// From now until `bucket.operation` has ended. Does nothing without a profiler, or if the operation does not report
+// its end.
 void profile_moving(const Bucket& bucket, const ReducerGroup& group);
 
 }  // namespace ringdp

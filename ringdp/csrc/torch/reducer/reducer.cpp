@@ -10,7 +10,7 @@ using torch::autograd::get_current_graph_task_id;
 
 // ---- Forward.
 
-// A forward that checkpointing repeats inside its backward: it does not begin a step.
+// Checkpointing repeats a forward inside its backward, which does not begin a step.
 bool Reducer::recomputing() const { return backward_.active() && get_current_graph_task_id() != -1; }
 
 void Reducer::prepare_for_forward() {
@@ -100,14 +100,14 @@ void Reducer::begin(double weight, bool again) {
   layout_.repair.begin_step();
   layout_.compression.begin_backward();
   join_.begin_backward();
-  // Of a rank that has run out of input (join), or is new, the forwards are not those of the others.
+  // A rank that has run out of input (join), or is new, does not run the forwards of the others.
   backward_.forwards().set_comparable(!join_.joining() && !layout_.group.first_unit());
   arrivals_.begin(join_.joining() ? layout_.store.size() : layout_.plan.kept());
   join_.divide();
   failure_.keeping_in(-1, "weights",
                       [&] { layout_.weights.begin(get_current_graph_task_id(), weight, backward_.step()); });
   if (layout_.weights.unknown()) layout_.repair.withhold();
-  failure_.keeping_in(-1, "step report", [&] { report_.tell_if_due(join_.joining()); });
+  failure_.keeping_in(-1, "step report", [&] { report_.exchange_if_due(join_.joining()); });
   const auto alive = std::make_shared<int>();
   if (layout_.repair.on()) layout_.repair.backward().begin({shared_from_this(), &unit_}, alive);
   // The graph may be destroyed with its wrapper, so the callback holds the reducer weakly.
@@ -132,11 +132,10 @@ void Reducer::gradient_arrived(std::size_t parameter) {
   filler_.arrived(parameter);
 }
 
-// ---- The end of backward. It lets go of the lock wherever hooks or their callbacks may run, which may ask this reducer
-// something.
+// ---- The end of backward. It releases the lock while hooks or their callbacks may run, which may call this reducer.
 
 void Reducer::end_backward() {
-  HookVerdicts hooks;  // goes when the lock is free: Python is told
+  HookVerdicts hooks;  // destroyed without the lock, since it calls Python
   Lock lock(mutex_);
   const bool ends = backward_.active();
   const bool complete = ends && arrivals_.complete(layout_.options.unused == UnusedParameters::kForbidden);
@@ -188,7 +187,7 @@ void Reducer::hand_out(Lock lock, HookVerdicts& hooks) {
 }
 
 void Reducer::shadow_end_of_backward() {
-  HookVerdicts hooks;  // goes when the lock is free: Python is told
+  HookVerdicts hooks;  // destroyed without the lock, since it calls Python
   Lock lock(mutex_);
   hooks = end_.used_hooks();
   lock.unlock();
@@ -198,7 +197,7 @@ void Reducer::shadow_end_of_backward() {
   end_step(std::move(lock), hooks);
 }
 
-// The states that reductions which are hooks have kept count if all was finite.
+// The states of hook reductions count if all results were finite.
 void Reducer::end_step(Lock lock, HookVerdicts& hooks) {
   end_.learn_order(end_.ask_for_order());
   if (hooks.none()) return;

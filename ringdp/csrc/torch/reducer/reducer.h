@@ -1,13 +1,14 @@
-// Reducer: the way of the gradients in a backward. Where a gradient arrives it is written into its bucket; full buckets are
-// launched in index order; the end of backward waits for them, and hands the means out. One step: prepare_for_forward and
-// prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then gradient_arrived; end_backward.
+// Reducer: averages the gradients of a backward. An arriving gradient is written into its bucket; full buckets are
+// launched in index order; the end of backward waits for them, and hands out the means. One step: prepare_for_forward
+// and prepare_for_backward arm it; backward_began begins; for each gradient take_gradient, then gradient_arrived;
+// end_backward.
 //
-// What is reduced and how is GradientLayout's. BucketFiller takes the gradients, BackwardEnd hands out the means, BetweenSteps
-// changes what may change; ArrivalTracker says which bucket may leave, UsedMap which parameters some rank has used, JoinShadow
-// what ranks without input do, StepGuard what is refused.
+// GradientLayout has the parts that are constant in a step. BucketFiller takes the gradients, BackwardEnd hands out
+// the means, BetweenSteps makes changes; ArrivalTracker decides which bucket to launch, UsedMap has the parameters
+// that some rank has used, JoinShadow acts for ranks without input, StepGuard refuses calls.
 //
-// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive lock, which
-// this class alone takes and lets go of (StepFailure takes it to keep a failure); everything that can block runs without the GIL.
+// Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive
+// lock, taken by Reducer and by StepFailure; calls that can block run without the GIL.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +41,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
  public:
   using Lock = std::unique_lock<std::recursive_mutex>;
 
-  // A part of the reducer; the lock is held while this lives.
+  // Access to a part of the reducer, which holds the lock.
   template <class Part>
   class Locked {
    public:
@@ -64,7 +65,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // Throws if the last backward did not finish. Plans anew if parameters were frozen or unfrozen since.
   void prepare_for_forward();
   bool rebuild_buckets();  // once, after the first backward: true
-  // `training`: the module's mode, where the backward of this forward is to be compared between the ranks (see Forwards).
+  // `training`: the module's mode, if the ranks compare this forward's backward (see Forwards).
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, bool sync, std::optional<bool> training);
   // The next backward synchronises even if its forward ran with sync = false.
   void demand_sync();
@@ -77,17 +78,17 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void gradient_arrived(std::size_t parameter) override;
   void backward_began(Forward& forward) override;
   void hook_failed(const std::string& text) override { guard()->note_thrown(text); }
-  // The plain sum, for hooks that divide themselves; without the lock.
+  // The plain sum, for hooks that divide it themselves; without the lock.
   FuturePointer sum(const c10d::GradBucket& bucket) { return layout_.buckets.sum(bucket); }
-  // A forward inside a backward, which checkpointing repeats.
+  // A forward that checkpointing repeats inside a backward.
   void called_in_backward();
-  // On a rank that has run out of input (join): the collectives that follow the buckets.
+  // On a rank that has run out of input (join): the collectives after the buckets.
   void shadow_end_of_backward();
 
-  // Some .grad has what was not averaged. Any thread, without the lock.
+  // Whether a .grad has a gradient that was not averaged. Any thread, without the lock.
   bool any_left_over() const { return layout_.left_over.any(); }
 
-  // Forgets the backward under way, and the failure.
+  // Drops the present backward, and the failure.
   void reset();
 
   // ---- The parts, for the bindings.
@@ -110,7 +111,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void hand_out(Lock lock, HookVerdicts& hooks);
   void end_step(Lock lock, HookVerdicts& hooks);
 
-  std::recursive_mutex mutex_;  // a Python hook runs under it and may ask for stats
+  std::recursive_mutex mutex_;  // recursive: a Python hook runs under it and may ask for stats
   BackwardState backward_;
   StepFailure failure_{mutex_, backward_};
   GradientLayout layout_;
@@ -124,8 +125,8 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   BackwardEnd end_{layout_, arrivals_, backward_, used_, join_, failure_, times_, filler_};
   StepUnit unit_{*this};
   BetweenSteps between_steps_{layout_, arrivals_, backward_, used_, failure_, guard_, times_};
-  StepTimes::Clock::time_point gradients_done_;  // of the step that ends
-  BackwardEnd::Missing missing_;                 // of the same
+  StepTimes::Clock::time_point gradients_done_;  // of the ending step
+  BackwardEnd::Missing missing_;                 // of the ending step
 };
 
 }  // namespace ringdp

@@ -8,8 +8,8 @@
 
 namespace ringdp {
 
-// Call inside a catch block. A ringdp::Error becomes its Python exception, because autograd keeps only those whole on the
-// way out of backward(); torch's errors keep their type; a Python exception passes unchanged.
+// Call inside a catch block. A ringdp::Error becomes its Python exception, because backward() preserves only those;
+// torch's errors keep their type; a Python exception passes unchanged.
 [[noreturn]] void rethrow_from_bucket(int64_t bucket, const std::string& name, int64_t step);
 
 template <class Action>

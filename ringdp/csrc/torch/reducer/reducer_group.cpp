@@ -16,7 +16,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::chrono::seconds kTellTimeout{30};
+constexpr std::chrono::seconds kNotifyTimeout{30};
 
 }  // namespace
 
@@ -59,7 +59,7 @@ uint64_t ReducerGroup::bytes_sent() const {
   if (on_cpu == nullptr) return 0;
   try {
     return on_cpu->group()->engine()->traffic().sent;
-  } catch (const Error&) {  // it has no members now
+  } catch (const Error&) {  // the group has no members now
     return 0;
   }
 }
@@ -104,7 +104,7 @@ std::string ReducerGroup::notify_others(const std::string& what, c10::Device dev
     const NamedScope scope(what);
     std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device))};
     c10d::AllreduceOptions options;
-    options.timeout = kTellTimeout;
+    options.timeout = kNotifyTimeout;
     group_->allreduce(tensors, options)->wait();
     return " The other ranks' backwards stopped at the same place, and none of them waits.";
   } catch (...) {

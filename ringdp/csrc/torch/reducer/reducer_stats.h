@@ -1,5 +1,5 @@
-// StepTimes: what a step took and sent, by the host's clock alone; no device is waited for. BucketRow: the same of one bucket.
-// Owned by the Reducer, used under its lock.
+// StepTimes: the times and bytes of a step, by the host's clock, without waiting for devices. BucketRow: the same for
+// one bucket. Owned by the Reducer, used under its lock.
 #pragma once
 
 #include <chrono>
@@ -39,7 +39,7 @@ class StepTimes {
   // The gradients were complete at `gradients_done`, and now the backward ends.
   void end(Clock::time_point gradients_done, int64_t unused_bytes, bool local);
 
-  // A step sends the plan's kept buckets, and then those that are counted singly.
+  // A step sends the plan's kept buckets, and then single late ones.
   void count_kept(const BucketPlan& plan);
   void count_bucket(const BucketPlan& plan, std::size_t bucket);
   const ReducerStats& stats() const { return stats_; }
@@ -49,10 +49,10 @@ class StepTimes {
   Clock::time_point began_;
 };
 
-// The steps of that reducer of this process, alive or gone, which had most. Any thread.
+// The largest number of steps of a reducer of this process, alive or destroyed. Any thread.
 int64_t most_steps();
 
-// The cost of one bucket the last time it was sent.
+// The cost of one bucket in its last sending.
 struct BucketRow {
   std::size_t index = 0;
   std::string name;
@@ -61,11 +61,12 @@ struct BucketRow {
   std::vector<std::size_t> parameters;  // of the module, in the order of the buffer
   std::size_t numel = 0;                // gradients
   std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
-  std::size_t bytes_after = 0;          // of the codes of one rank's gradients; for reductions that are hooks as before
-  double launched_s = 0;                // when it was launched, from the first bucket of that backward on
-  double coding_s = 0;                  // spent on encoding and decoding in the core
-  double seconds = 0;                   // from launch until it was reduced
-  double exposed_s = 0;                 // for which the end of backward waited for it
+  // of the codes of one rank's gradients; for hook reductions equal to bytes_before
+  std::size_t bytes_after = 0;
+  double launched_s = 0;  // when it was launched, from the first bucket of that backward on
+  double coding_s = 0;    // spent on encoding and decoding in the core
+  double seconds = 0;     // from launch to the end of its reduction
+  double exposed_s = 0;   // the end of backward waited for it
 };
 
 std::vector<BucketRow> bucket_rows(const GradientLayout& layout, const ReducerStats& stats);

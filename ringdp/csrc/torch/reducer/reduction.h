@@ -1,6 +1,6 @@
-// Reduction: how the gradients of some parameters are reduced other than by an exact all-reduce.
-// Owned by Python (reduction_bindings.cpp) and the reducers that use it. Any thread; methods that call into Python take the
-// GIL themselves.
+// Reduction: how the gradients of some parameters are reduced other than by an exact all-reduce. Owned by Python
+// (reduction_bindings.cpp) and the reducers that use it. Any thread; methods that call into Python take the GIL
+// themselves.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
 
   const std::string& name() const { return name_; }
-  // Off: the same buckets are reduced exactly. Set between steps, on all ranks alike.
+  // Disabled: the same buckets are reduced exactly. Set between steps, on all ranks alike.
   bool enabled() const { return enabled_; }
   void set_enabled(bool enabled) { enabled_ = enabled; }
 
@@ -46,8 +46,8 @@ class CodecReduction final : public Reduction {
   const bool feedback_;
 };
 
-// Reduces exactly, except buckets to which Reducer::choose gave another of the plan's reductions. With `feedback` some of
-// those keep residuals, which are added to the gradients of the next exact step.
+// Reduces exactly, except buckets to which Reducer::choose gave another of the plan's reductions. With `feedback` some
+// of those keep residuals, which are added to the gradients of the next exact step.
 class AutoReduction final : public Reduction {
  public:
   explicit AutoReduction(bool feedback) : Reduction("chosen by bucket"), feedback_(feedback) {}
@@ -66,12 +66,12 @@ class HookReduction : public Reduction {
   using Reduction::Reduction;
 
   virtual c10d::CommHookInterface& hook() = 0;
-  // Whether all results of this backward were finite, the same on all ranks; nullopt if the reduction does not know.
+  // Whether all results of this backward were finite, the same on all ranks; nullopt if the reduction does not check.
   virtual std::optional<bool> finite() = 0;
-  // A backward has ended. The states that the reduction has kept count only if all results were finite, and not for the
-  // parameters that no rank used.
+  // A backward has ended. The reduction's new states count only if all results were finite, and not for parameters
+  // that no rank used.
   virtual void commit(bool finite, const std::vector<std::string>& unused) = 0;
-  // How many ranks have input, where some have run out of it (torch's Join); 0: all of them.
+  // The number of ranks with input (torch's Join); 0: all of them.
   virtual void set_divisor(int64_t divisor) = 0;
 };
 

@@ -32,19 +32,19 @@ void check_result(const at::Tensor& result, const Bucket& bucket) {
                                        std::to_string(bucket.gradients.numel()));
 }
 
-// ring's own works look at them while they wait; gloo's would wait to their end.
+// ring's own works check signals while they wait; gloo's do not.
 void look_at_signals_until_done(c10d::Work& work) {
   if (dynamic_cast<RingWork*>(&work) != nullptr) return;
   FuturePointer future;
   try {
     future = work.getFuture();
-  } catch (const c10::Error&) {  // not every backend's works have one
+  } catch (const c10::Error&) {  // not every backend has futures
     return;
   }
   if (future) wait_until_complete(*future, std::chrono::milliseconds(0));
 }
 
-// Until the other backend is done with it. What it throws is preceded by ring's own reason.
+// Waits for the other backend. A failure of ring's group is thrown before its exception.
 template <class FutureOf>
 void wait_watched(BackendWatchdog& watchdog, FutureOf&& future_of) {
   try {
@@ -110,7 +110,7 @@ OpType ExactStrategy::operation(const at::Tensor& buffer) const {
   return group_.averages(buffer) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
 }
 
-// In an all-reduce of ring: a large one takes no extra pass over memory for it.
+// In an all-reduce of ring: without an extra pass over memory for large buckets.
 bool ExactStrategy::multiplies(const Bucket& bucket) const {
   const c10::ScalarType type = bucket.gradients.scalar_type();
   return (type == at::kFloat || type == at::kDouble) && operation(bucket.gradients) == c10d::ReduceOp::AVG &&
@@ -153,7 +153,7 @@ WorkPointer ExactStrategy::mean(at::Tensor buffer, const std::shared_ptr<FiniteR
                                 std::vector<double> factors) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const OpType op = operation(buffer);
-  // Before the sum, as torch's DDP does it, and for the same bits.
+  // Before the sum, as in torch's DDP, for the same bits.
   const int64_t divisor = op == c10d::ReduceOp::AVG ? 1 : group_.ranks_with_input();
   if (divisor != 1) buffer.mul_(1.0 / static_cast<double>(divisor));
   return all_reduce(buffer, op, report, std::move(factors));
@@ -184,7 +184,8 @@ void ResidualStrategy::prepare(Bucket& bucket, const at::Tensor& /*buffer*/, boo
 
 // ---- Codecs.
 
-// A rank that has run out of input sends zeros, and no error feedback: its residuals wait until it has input again.
+// A rank that has run out of input sends zeros without error feedback: its residuals are kept until it has input
+// again.
 void CodecStrategy::prepare(Bucket& bucket, const at::Tensor& buffer, bool shadowing) {
   compression_.list_sections(bucket, codec_of(bucket), buffer, /*with_residuals=*/!shadowing);
   if (shadowing || buffer.is_cpu()) return;
@@ -284,7 +285,7 @@ OpType HookStrategy::operation(const at::Tensor& /*buffer*/) const { return c10d
 
 void HookStrategy::launch(Bucket& bucket, std::size_t bucket_count) {
   c10d::GradBucket described = describe(bucket, bucket.sparse ? bucket.buffer : bucket.gradients, bucket_count);
-  const CallbackGate gate;  // until the hook has attached what follows
+  const CallbackGate gate;  // until the hook has attached its callbacks
   bucket.operation.future = bucket.operation.hook->runHook(described);
   bucket.operation.future->addCallback([done = bucket.times.done](c10::ivalue::Future&) { *done = Clock::now(); });
 }

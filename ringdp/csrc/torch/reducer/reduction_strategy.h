@@ -1,11 +1,10 @@
 // ReductionStrategy: one way to reduce a bucket to its mean over the ranks.
 //   ExactStrategy     an all-reduce
-//   ResidualStrategy  the same, after what codes have left out before was added to the gradients (AutoReduction,
-//                     Bucket::too_small)
+//   ResidualStrategy the same, after residuals of codes were added to the gradients (AutoReduction, Bucket::too_small)
 //   CodecStrategy     ring's compressed all-reduce, or C10dCompressedAllReduce
 //   HookStrategy      a communication hook: the user's, or a reduction's
-// Owned by the BucketReducer. `wait` and `finish` are called without the Reducer's lock, the others under it; by the threads
-// that run backward, without the GIL.
+// Owned by the BucketReducer. `wait` and `finish` are called without the Reducer's lock, the others under it; by the
+// threads that run backward, without the GIL.
 #pragma once
 
 #include <chrono>
@@ -34,26 +33,27 @@ class ReductionStrategy {
 
   virtual ~ReductionStrategy() = default;
 
-  // Before the bucket is announced. `buffer` is the bucket's, or takes its place (`shadowing`: zeros of a rank without input).
+  // Called before the bucket is announced. `buffer` is the bucket's, or replaces it (`shadowing`: zeros of a rank
+  // without input).
   virtual void prepare(Bucket& /*bucket*/, const at::Tensor& /*buffer*/, bool /*shadowing*/) {}
-  // Whether `launch` multiplies by bucket.factors, while it reduces, which is the same on all ranks; otherwise the gradients are
+  // Whether `launch` multiplies by bucket.factors while it reduces; the same on all ranks. Otherwise the gradients are
   // multiplied before `prepare`.
   virtual bool multiplies(const Bucket& /*bucket*/) const { return false; }
-  // What is announced of it beside its name and type.
+  // For the announcement, besides name and type.
   virtual c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const = 0;
   virtual uint64_t layout_hash(const Bucket& /*bucket*/) const { return 0; }
 
-  // Starts the bucket's operation, under the current name. `bucket_count`: how many buckets this backward sends.
+  // Starts the bucket's operation, under the current name. `bucket_count`: the number of buckets of this backward.
   virtual void launch(Bucket& bucket, std::size_t bucket_count) = 0;
-  // Until the operation has ended (device tensors: until the current stream may use its result); throws its error. Returns when
-  // it ended, or nothing where that is not known.
+  // Waits until the operation has ended (device tensors: until the current stream may use its result); throws its
+  // error. Returns the time of its end, or nullopt if unknown.
   virtual Clock::time_point wait(Bucket& bucket, BucketOperation& operation, BackendWatchdog* watchdog);
-  // bucket.gradients becomes the result.
+  // Stores the result in bucket.gradients.
   virtual void finish(Bucket& /*bucket*/, BucketOperation& /*operation*/) {}
   // As launch, for a rank that has run out of input.
   virtual FuturePointer shadow(Bucket& bucket, c10d::GradBucket& zeros) = 0;
-  // Operations that callbacks of its last bucket issue are issued when this returns: backends that match operations by their
-  // order need the same order on all ranks. `next`: what the next bucket sends.
+  // Waits until callbacks of its last bucket have issued their operations: backends that match operations by their
+  // order need the same order on all ranks. `next`: the buffer of the next bucket.
   virtual void wait_until_issued(const at::Tensor& /*next*/) {}
 };
 
@@ -68,7 +68,7 @@ class ExactStrategy : public ReductionStrategy {
 
   // The mean over all ranks in place: `buffer` is dense and contiguous. Waits for it.
   void average(const at::Tensor& buffer);
-  // The plain sum, for hooks that divide themselves.
+  // The plain sum, for hooks that divide it themselves.
   FuturePointer sum(const c10d::GradBucket& bucket);
 
  private:
@@ -128,14 +128,15 @@ class HookStrategy final : public ReductionStrategy {
  public:
   HookStrategy(ReducerGroup& group, const TrainableParameters& parameters) : group_(group), parameters_(parameters) {}
 
-  // The user's, for all buckets; throws where there is one.
+  // Sets the user's hook, for all buckets; throws if there is one.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
   bool has_hook() const { return hook_ != nullptr; }
-  // Of this bucket: its reduction's, if that is enabled, or the user's. Null: none.
+  // The hook of this bucket: its reduction's, if that is enabled, or the user's. Null: none.
   c10d::CommHookInterface* hook_of(const Bucket& bucket) const;
   c10d::GradBucket describe(const Bucket& bucket, at::Tensor buffer, std::size_t bucket_count) const;
 
-  c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const override;  // a sum, whatever the hook issues
+  // a sum for the announcement; the hook may issue others
+  c10d::ReduceOp::RedOpType operation(const at::Tensor& buffer) const override;
   void launch(Bucket& bucket, std::size_t bucket_count) override;
   // Throws also if the hook does not complete its future within the group's timeout.
   Clock::time_point wait(Bucket& bucket, BucketOperation& operation, BackendWatchdog* watchdog) override;

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 constexpr uint64_t kPlaceMultiplier = 0xBF58476D1CE4E5B9ULL;
 
-// The bytes as they lie in memory where there are no gaps and no repetitions between them: ranks have equal strides.
+// The bytes in memory order, if there are no gaps or repetitions: ranks have equal strides.
 uint64_t hash_of(const at::Tensor& tensor, std::size_t begin, std::size_t end, uint64_t seed) {
   const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
   const auto* first = static_cast<const std::byte*>(dense.const_data_ptr());

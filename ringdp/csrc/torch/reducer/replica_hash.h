@@ -1,4 +1,4 @@
-// ReplicaHash: hashes of what all ranks should have alike, whole tensors or a part of all their bytes at a time.
+// ReplicaHash: hashes of tensors that should be equal on all ranks, of whole tensors or of a part of all their bytes.
 // Owned by Python (ringdp/ddp/divergence), called between steps by the thread that trains, without the GIL.
 #pragma once
 
@@ -16,8 +16,8 @@ class ReplicaHash {
   // Strided tensors on the CPU; others are an Error(kValue) that names the index.
   explicit ReplicaHash(std::vector<at::Tensor> tensors);
 
-  // Of the bytes of all tensors, one after the other, the `part`-th of `parts` about equal ones. The sum of the hashes of its
-  // pieces, one for each tensor in it, so that their order does not matter.
+  // The hash of the `part`-th of `parts` about equal parts of all tensors' concatenated bytes: the sum of the hashes
+  // of its pieces, one for each tensor, so that their order does not matter.
   uint64_t part(std::size_t part, std::size_t parts) const;
   // The tensors with bytes in that part: the first one, and one past the last.
   std::pair<std::size_t, std::size_t> tensors_in(std::size_t part, std::size_t parts) const;
@@ -30,7 +30,7 @@ class ReplicaHash {
   void for_pieces(std::size_t part, std::size_t parts, Visit visit) const;
 
   std::vector<at::Tensor> tensors_;
-  std::vector<std::size_t> ends_;  // where each one's bytes end, laid one after the other
+  std::vector<std::size_t> ends_;  // the end of each tensor in the concatenated bytes
 };
 
 }  // namespace ringdp

@@ -1,6 +1,6 @@
-// StepFailure: the first failure by which the ranks no longer agree. After it no step begins.
-// Owned by the Reducer. Called by the threads that run backward, with the reducer's lock or without it, because buckets are
-// waited for without it: a failure is kept under that lock, which this takes itself.
+// StepFailure: the first failure after which the ranks no longer agree. After it no step begins. Owned by the Reducer.
+// Called by the threads that run backward, with or without the reducer's lock, because waits for buckets run without
+// it; it takes that lock itself to keep a failure.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class StepFailure {
  public:
   StepFailure(std::recursive_mutex& mutex, const BackwardState& backward) : mutex_(mutex), backward_(backward) {}
 
-  // Runs `action`, and keeps the text of what it throws. After Error(kMembership) the program may go on.
+  // Runs `action`, and keeps the text of its exception. After Error(kMembership) the program may continue.
   template <class Action>
   auto keeping(Action&& action) {
     try {
@@ -33,7 +33,8 @@ class StepFailure {
       throw;
     }
   }
-  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 where it is not a bucket's.
+  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 if it is not a
+  // bucket's.
   template <class Action>
   void keeping_in(int64_t bucket, const std::string& name, Action&& action) {
     std::exception_ptr loss;
@@ -44,7 +45,7 @@ class StepFailure {
         } catch (const Error& error) {
           if (!lost_ || !is_loss(error)) throw;
           loss = std::current_exception();
-        } catch (...) {  // what a hook makes of the same
+        } catch (...) {  // a hook's version of the same failure
           if (!lost_ || !lost_()) throw;
           loss = std::make_exception_ptr(Error(ErrorKind::kPeerLost, current_error_text()));
         }
@@ -52,10 +53,11 @@ class StepFailure {
     });
     if (loss) std::rethrow_exception(loss);
   }
-  // The loss of a member is no failure: the step is made again (StepRepair). `lost`: whether the present members have lost one.
+  // The loss of a member is not a failure: the step is repeated (StepRepair). `lost`: whether the present members have
+  // lost one.
   void let_losses_pass(std::function<bool()> lost) { lost_ = std::move(lost); }
 
-  // The text of that exception; empty: nothing has failed. Under the lock.
+  // The text of that exception; empty: there was none. Under the lock.
   const std::string& text() const { return text_; }
   void forget() { text_.clear(); }
 
@@ -68,7 +70,7 @@ class StepFailure {
   std::recursive_mutex& mutex_;
   const BackwardState& backward_;
   std::string text_;
-  std::function<bool()> lost_;  // empty: no loss passes
+  std::function<bool()> lost_;  // empty: each loss is a failure
 };
 
 }  // namespace ringdp

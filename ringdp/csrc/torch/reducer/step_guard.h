@@ -1,6 +1,6 @@
-// StepGuard: refuses what does not fit the state of the reducer's backward: a forward while the last backward is unfinished,
-// anything after a failure, and changes of compression in the middle of a step.
-// Owned by the Reducer, used under its lock.
+// StepGuard: refuses calls that the state of the backward forbids: a forward while the last backward is unfinished,
+// any call after a failure, and changes of compression in the middle of a step. Owned by the Reducer, used under its
+// lock.
 #pragma once
 
 #include <string>
@@ -19,15 +19,15 @@ class StepGuard {
       : layout_(layout), arrivals_(arrivals), backward_(backward), failure_(failure) {}
 
   void throw_if_failed() const;
-  // DDP's error, where a backward did not come to its end. One of which nothing was sent is as if it had never begun. `notify`:
-  // the other ranks learn of it.
+  // Throws DDP's error if the last backward did not end. One that has sent nothing is reset instead. `notify`: fails
+  // the other ranks' wait.
   void throw_if_unfinished(bool notify);
-  // Throws what `refusal` says during a backward, also one that an exception left.
+  // Throws `refusal` during a backward, or after one that an exception ended.
   void refuse_in_backward(const char* refusal) const;
-  // Compression may change neither in a backward nor between a forward and its backward.
+  // Throws in a backward, and between a forward and its backward, when compression must not change.
   void refuse_change_of_compression() const;
 
-  // For DDP's logging data: the text of the last thing that the reducer threw, and of what a backward ended with.
+  // For DDP's logging data: the texts of the reducer's last exception, and of that which ended a backward.
   void note_thrown(std::string text) { thrown_ = std::move(text); }
   const std::string& thrown() const { return thrown_; }
 

@@ -32,7 +32,7 @@ void StepPhases::enter(StepField next, Clock::time_point now, int64_t waited_ns)
 
 void StepPhases::forward_began(Clock::time_point now, int64_t waited_ns) {
   if (phase_ == kForward) return;
-  // When the phase before it ended: a backward with its last gradient, what follows the step with the optimizer.
+  // The end of the phase before: of a backward its last gradient, of the phase after the step the optimizer.
   const Clock::time_point ended =
       phase_ == kBackward ? last_gradient_ : optimizer_ended.load(std::memory_order_relaxed);
   if (began_ && ended > since_ && ended <= now) {

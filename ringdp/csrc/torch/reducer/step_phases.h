@@ -1,7 +1,8 @@
-// StepPhases: how a rank spends the time of its steps, by the host's clock: between steps, in forward, in backward, after backward
-// (the optimizer), waiting in other operations, and waiting at the end of backward. A step's time runs from the end of one
-// backward that averages gradients to the end of the next; micro-batches belong to the step that averages them.
-// Owned by the StepReport, used under the Reducer's lock. `waited_ns` is everywhere RingWork::waited_ns().
+// StepPhases: the time of a rank's steps by phase, by the host's clock: between steps, in forward, in backward, after
+// backward (the optimizer), waiting in other operations, and waiting at the end of backward. A step's time runs from
+// the end of one backward that averages gradients to the end of the next; micro-batches belong to the step that
+// averages them. Owned by the StepReport, used under the Reducer's lock. `waited_ns` is everywhere
+// RingWork::waited_ns().
 #pragma once
 
 #include <array>
@@ -13,18 +14,18 @@
 
 namespace ringdp {
 
-// What is measured of each step, in seconds.
+// The measurements of each step, in seconds.
 enum StepField : std::size_t {
   kBetween,    // after the optimizer, before the forward: data loading, evaluation, logging
   kForward,    // and the loss
   kBackward,   // until the last gradient
   kAfter,      // from the end of the last backward to the end of the optimizer
-  kOtherWait,  // blocked in other operations of ring, wherever; the four above are without it
+  kOtherWait,  // blocked in other operations of ring, in any phase; excluded from the four above
   kExposed,    // the end of backward waited for the buckets
-  kCoding,     // spent on encoding and decoding, beside the above
+  kCoding,     // encoding and decoding, also part of the above
   kOnItsWay,   // from the first bucket's launch to the end
-  kOffCore,    // of the first four, for which the thread had no core though it could have run
-  kProbe,  // what CoreProbe's loop took, on average, when the forward, the backward and the wait for the buckets began
+  kOffCore,    // of the first four: runnable, but without a core
+  kProbe,      // mean time of CoreProbe's loop at the beginnings of forward, backward and the wait for the buckets
   kStepFields
 };
 using StepRow = std::array<float, kStepFields>;
@@ -52,7 +53,7 @@ class StepPhases {
   Clock::time_point last_gradient_;
   int64_t waited_ns_ = 0;
   CoreProbe probe_;
-  RunDelay delay_;  // when the step before was finished
+  RunDelay delay_;  // at the end of the step before
 };
 
 }  // namespace ringdp

@@ -13,7 +13,7 @@
 namespace ringdp {
 namespace {
 
-constexpr std::chrono::milliseconds kHookGrace{10'000};  // what a hook still does with an operation that has failed
+constexpr std::chrono::milliseconds kHookGrace{10'000};  // for a hook to end after its operation has failed
 
 bool fills_its_storage(const at::Tensor& buffer) {
   return buffer.storage_offset() == 0 && buffer.storage().nbytes() == buffer.nbytes();
@@ -55,7 +55,7 @@ void StepRepair::as_unit(const std::string& what, const std::function<void()>& b
   follow_members();
 }
 
-// In the first step of a view some ranks make it again, at its end: so all ranks send then.
+// In the first step of a view some ranks repeat it, and send at its end: so all ranks do.
 void StepRepair::begin_step() {
   if (!on()) return;
   follow_members();
@@ -71,7 +71,7 @@ bool StepRepair::keep(Bucket& bucket) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor& buffer = bucket.buffer;
   if (!kept.spare.defined() || kept.spare.numel() != buffer.numel() || kept.spare.scalar_type() != buffer.scalar_type())
-    kept.spare = at::zeros_like(buffer);  // a codec writes nothing between two gradients
+    kept.spare = at::zeros_like(buffer);  // a codec does not write between two gradients
   kept.copied =
       !fills_its_storage(buffer) || !fills_its_storage(kept.spare) || !buckets_.leaves_input(bucket, weighted_);
   kept.filled = true;
@@ -94,7 +94,7 @@ void StepRepair::restore() {
     try {
       if (operation.work) operation.work->wait();
       if (operation.future) wait_until_complete(*operation.future, kHookGrace);
-    } catch (const std::exception&) {  // its view is over
+    } catch (const std::exception&) {  // the view has changed
     }
     if (index < kept_.size() && kept_[index].filled && kept_[index].copied) bucket.buffer.copy_(kept_[index].spare);
   }
@@ -103,7 +103,7 @@ void StepRepair::restore() {
   withheld_ = withholds_ = false;
 }
 
-// Every view of the bucket, such as a .grad, sees its storage's new memory; an array, or who has an address, does not.
+// Views of the bucket, such as a .grad, follow their storage's new memory; arrays and raw addresses do not.
 void StepRepair::accept() {
   for (std::size_t index = 0; index < kept_.size() && index < store_.size(); ++index) {
     Bucket& bucket = store_[index];

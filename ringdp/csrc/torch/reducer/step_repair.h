@@ -1,8 +1,7 @@
-// StepRepair: what a step needs to be made again after a member was lost: the gradients of each bucket as they were before it was
-// sent, in jobs whose members may change (engine/elastic_group.h). The means go into a second memory of the bucket, and the two
-// change places when the step counts; so no gradient is copied, unless the program may know where the first one is. Without
-// such a group it does nothing and keeps nothing.
-// Owned by the Reducer's layout, used under its lock.
+// StepRepair: keeps what a repeated step needs after the loss of a member, in elastic jobs (engine/elastic_group.h):
+// the gradients of each bucket before it was sent. The means are written to a second memory of the bucket, and the two
+// are swapped when the step counts; so no gradient is copied, unless the program may have the address of the first.
+// Without such a group it does nothing. Owned by the Reducer's layout, used under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,28 +24,28 @@ namespace ringdp {
 
 class StepRepair {
  public:
-  // `weighted`: buckets are multiplied by a factor of their rank.
+  // `weighted`: buckets are multiplied by their rank's factor.
   StepRepair(ReducerGroup& group, BucketStore& store, GradientCompression& compression, BucketReducer& buckets,
              bool weighted);
 
   bool on() const { return elastic_ != nullptr; }
   ElasticGroup& elastic() const { return *elastic_; }
   BackwardUnit& backward() const { return *backward_; }
-  uint64_t view() const { return view_; }  // in which this step's buckets are sent
+  uint64_t view() const { return view_; }  // of this step's buckets
 
-  void follow_members();  // at any time: the group's ranks, and what belongs to them, are those of the present view
-  // Between two steps: `body` calls operations on the group, and may be called again without a member that was lost.
+  void follow_members();  // any time: updates the group's ranks and dependent state to the present view
+  // Between two steps: runs `body`, which calls operations on the group, and repeats it after the loss of a member.
   void as_unit(const std::string& what, const std::function<void()>& body);
   void begin_step();
-  // The buckets of this step cannot be sent in its view: all go at its end.
+  // The buckets of this step cannot be sent in its view: all are sent at its end.
   void withhold() { withholds_ = withheld_ = true; }
-  // The bucket is about to be sent. False: it is sent at the end of the step, with all others, as on all ranks.
+  // Called before the bucket is sent. False: it is sent at the end of the step, with all others, as on all ranks.
   bool keep(Bucket& bucket);
-  // Some buckets were not sent, or in a view that is over.
+  // Whether a bucket was not sent, or was sent in an earlier view.
   bool must_send_again() const { return withheld_ || view_ != elastic_->view(); }
-  // Ends what is left of the operations; all buckets that were kept can be sent again, to the members of the present view.
+  // Waits for the old operations; then all kept buckets can be sent again, to the members of the present view.
   void restore();
-  // The step counts: the buckets hold the means.
+  // The step counts: swaps the means into the buckets.
   void accept();
 
  private:
@@ -61,8 +60,8 @@ class StepRepair {
   GradientCompression& compression_;
   BucketReducer& buckets_;
   const bool weighted_;
-  std::shared_ptr<ElasticGroup> elastic_;   // the process group's; null: its members stay
-  std::shared_ptr<BackwardUnit> backward_;  // the same
+  std::shared_ptr<ElasticGroup> elastic_;   // the process group's; null: not elastic
+  std::shared_ptr<BackwardUnit> backward_;  // likewise
   std::vector<Kept> kept_;                  // by bucket
   uint64_t view_ = 0;
   bool withholds_ = false;

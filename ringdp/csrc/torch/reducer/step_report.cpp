@@ -18,9 +18,9 @@
 namespace ringdp {
 namespace {
 
-constexpr std::size_t kFirstSteps = 10;  // after so many the ranks hear of each other first
+constexpr std::size_t kFirstSteps = 10;  // the first exchange is after so many steps
 
-// Of a bucket that are hashed.
+// Bytes of a bucket that are hashed.
 constexpr std::size_t kPieces = 8;
 constexpr std::size_t kPieceBytes = 128;
 
@@ -37,9 +37,9 @@ void append(StepReport::Bytes& bytes, const T& value) {
 }  // namespace
 
 int StepReport::note_forward() {
-  if (layout_.repair.on() && told()) follow_members();
+  if (layout_.repair.on() && exchanges()) follow_members();
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
-  hear();
+  take_answers();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
   if (due_) answer |= kFactsWanted;
   if (window_) answer |= kWindowCame;
@@ -77,9 +77,9 @@ void StepReport::finished(bool joining) {
   for (std::size_t index = 0; index < layout_.store.size(); ++index)
     if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
-  if (joining || !told()) return;
+  if (joining || !exchanges()) return;
   follow_members();
-  // Of a view all members count the same steps: not the one that counts with the part of members that were lost in it.
+  // Within a view all members count the same steps: not one that counts with the parts of members lost in it.
   if (layout_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
@@ -100,8 +100,8 @@ void StepReport::follow_members() {
   issued_before_ns_ = ended_before_ns_ = 0;
 }
 
-// Of backends whose buckets are over when the host says so.
-bool StepReport::told() const {
+// For backends whose buckets end on the host.
+bool StepReport::exchanges() const {
   if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
   return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
 }
@@ -117,14 +117,14 @@ void StepReport::set_facts(const Bytes& facts) {
 }
 
 std::optional<std::vector<StepReport::Bytes>> StepReport::take() {
-  hear();
+  take_answers();
   return std::exchange(window_, std::nullopt);
 }
 
-void StepReport::hear() {
+void StepReport::take_answers() {
   if (!exchange_.work || !exchange_.work->isCompleted()) return;
   const Exchange ended = std::exchange(exchange_, {});
-  if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket says so
+  if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket throws
   ended.work->wait();
   issued_before_ns_ = ended.issued_ns;
   ended_before_ns_ = ended.ended_ns->load();
@@ -135,13 +135,13 @@ void StepReport::hear() {
   }
 }
 
-void StepReport::tell_if_due(bool joining) {
-  if (!due_ || joining || !told()) return;
+void StepReport::exchange_if_due(bool joining) {
+  if (!due_ || joining || !exchanges()) return;
   follow_members();
   if (!due_) return;
   due_ = false;
   const UnitScope unit;  // the step's
-  hear();
+  take_answers();
   const Bytes mine = packed(times_.stats().steps);
   facts_.clear();
   rows_.clear();

@@ -25,7 +25,7 @@ bool StepUnit::must_send_again() {
 
 void StepUnit::send_again() {
   const Lock lock(reducer_.mutex_);
-  reducer_.report_.drop();  // it is told in the next window
+  reducer_.report_.drop();  // it is reported in the next window
   reducer_.filler_.send_again();
 }
 
@@ -46,7 +46,7 @@ void StepUnit::wait() {
 }
 
 void StepUnit::counts() {
-  HookVerdicts hooks;  // goes when the lock is free: Python is told
+  HookVerdicts hooks;  // destroyed without the lock, since it calls Python
   Lock lock(reducer_.mutex_);
   reducer_.layout_.repair.accept();
   reducer_.end_.learn_used(reducer_.missing_);
@@ -59,10 +59,10 @@ void StepUnit::stopped() {
     throw;
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kMembership) reducer_.failure_.keeping_in(-1, "the end of the step", [] { throw; });
-  } catch (...) {  // what threw it has named the step
+  } catch (...) {  // the exception names the step already
     reducer_.failure_.keeping([] { throw; });
   }
-  reducer_.reset();  // the program may go on
+  reducer_.reset();  // the program may continue
   in_bucket(-1, "the members of the group", number(), [] { throw; });
   throw;
 }

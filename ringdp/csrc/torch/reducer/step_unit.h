@@ -1,6 +1,6 @@
-// StepUnit: the reducer's step in an elastic job, for the BackwardUnit that decides whether it counts: the step counts when all members
-// have its means; a member that is lost before that is left out, and the survivors begin at their gradients (StepRepair).
-// Owned by the Reducer, whose lock its methods take; called without the GIL.
+// StepUnit: the reducer's step in an elastic job, for the BackwardUnit that decides whether it counts: the step counts
+// when all members have its means; if a member is lost before that, the survivors repeat the reduction from their
+// gradients (StepRepair). Owned by the Reducer, whose lock its methods take; called without the GIL.
 #pragma once
 
 #include <cstdint>

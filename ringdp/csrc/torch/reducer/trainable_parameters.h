@@ -1,7 +1,7 @@
-// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out. It notices
-// which were frozen or unfrozen since, and lets the ranks agree about that.
-// There are two numbers: `param_index` counts all parameters of the module, `parameter` those that require grad.
-// Owned by the Reducer, used under its lock.
+// TrainableParameters: all parameters of a module, and which of them required grad when the buckets were laid out. It
+// detects parameters that were frozen or unfrozen since, and checks that all ranks agree. There are two numbers:
+// `param_index` counts all parameters of the module, `parameter` those that require grad. Owned by the Reducer, used
+// under its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ namespace ringdp {
 struct ModuleParameter {
   at::Tensor tensor;
   std::string name;
-  std::string used_in;  // "block.linear (Linear)", all of them where it is tied
+  std::string used_in;  // "block.linear (Linear)", several if it is tied
   bool sparse = false;
 };
 
@@ -37,14 +37,14 @@ class TrainableParameters {
   std::size_t size() const { return tensors_.size(); }
   std::size_t param_index(std::size_t parameter) const { return param_indices_[parameter]; }
   const ModuleParameter& operator[](std::size_t parameter) const { return all_[param_indices_[parameter]]; }
-  // `position` counts those that required grad at construction; nullopt if this one does so no longer.
+  // `position` counts those that required grad at construction; nullopt if this one does not any more.
   std::optional<std::size_t> since_construction(std::size_t position) const;
 
   // One pass over the tensors' flags: whether any was frozen or unfrozen since the last accept().
   bool changed() const;
-  std::vector<std::size_t> frozen() const;  // param_indices of those that require grad no longer
-  // All ranks learn what changed on each of them. `left_over`: by param_index, whether this rank has a gradient that was not
-  // averaged. Returns those that are frozen and for which some rank has one. Throws on all ranks if they differ about
+  std::vector<std::size_t> frozen() const;  // param_indices of those that do not require grad any more
+  // Exchanges the changes of all ranks. `left_over`: by param_index, whether this rank has a gradient that was not
+  // averaged. Returns the frozen ones for which some rank has one. Throws on all ranks if they differ in
   // requires_grad.
   std::vector<std::size_t> agree_about_change(ReducerGroup& group, const std::vector<bool>& left_over) const;
   void accept();

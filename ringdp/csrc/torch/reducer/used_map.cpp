@@ -37,7 +37,7 @@ void UsedMap::launch(bool with_input, const std::string& note) {
 void UsedMap::end_backward(const at::Tensor& marks, bool wanted, int64_t step, bool joining) {
   forget();
   if (needed() && (wanted || looks_for_others(step, joining))) read(marks);
-  // The host waits for it only where it reads it, or one backward later: the device's buckets are not done either.
+  // The host waits for it only when it reads it, or one backward later: the device's buckets have not ended either.
   if (group_.host_control()) {
     if (work_) group_.ring(c10::kCPU)->finish_before_shutdown(work_);
     std::swap(work_, before_);

@@ -1,0 +1,230 @@
+"""Draw the pictures of docs/lab from what was measured.
+
+    python -m benchmarks plots busbw            measures, a few minutes: bus bandwidth over size; 2, 4, 8 ranks
+    sudo python -m benchmarks plots hosts       measures: time over the number of hosts at 1 Gbit
+    python -m benchmarks plots model            both measured against the cost model
+
+    python -m benchmarks compression_quality codes --json docs/lab/plots/quality.json
+    python -m benchmarks plots quality          error of an all-reduce of 8 ranks over bits an element
+    sudo python -m benchmarks time_to_loss --hosts 4 --rate 100mbit --json docs/lab/plots/loss.json
+    python -m benchmarks plots loss             training loss over time; `resnet`: the same of the ResNet-18
+    python -m benchmarks plots far              time to a loss between two sites, from what far_loss has kept
+
+Results are in docs/lab/plots/NAME.json, a picture goes to docs/lab/plots/NAME.svg; `--draw` only draws again.
+Needs matplotlib: pip install -r requirements/plots.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import session
+from benchmarks.lib.measure import format_size
+from benchmarks.lib.ranks import ROOT, Unavailable
+
+FOLDER = ROOT / "docs" / "lab" / "plots"
+COUNTS = {"busbw": "2,4,8", "hosts": "2,3,4,6,8"}
+SIZES = {"busbw": "4k,16k,64k,256k,1m,4m,25m,100m", "hosts": "25m"}
+COLOURS = ("#c02030", "#3060c0", "#208040", "#808080", "#c08020", "#8040a0")
+LOOKS: dict[str, dict[str, Any]] = {  # of each backend, the same in every plot
+    "ring": {"label": "ringdp", "color": "#c02030", "marker": "o", "linewidth": 2.0},
+    "gloo": {"label": "gloo", "color": "#3060c0", "marker": "s"},
+    "mpi": {"label": "Open MPI", "color": "#208040", "marker": "^"},
+    "ceiling": {"label": "hand-written loop", "color": "#808080", "linestyle": "--"},
+}
+
+
+def pyplot() -> Any:
+    """matplotlib's, so that the same picture is the same file. Raises Unavailable where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Unavailable("matplotlib is missing: pip install -r requirements/plots.txt") from error
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "ringdp"
+    return pyplot
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plot", choices=PLOTS, help="which one")
+    parser.add_argument("--draw", action="store_true", help="measure nothing, draw what was measured before")
+    parser.add_argument("--counts", help=f"how many ranks ({COUNTS['busbw']}) or hosts ({COUNTS['hosts']})")
+    parser.add_argument("--sizes", help=f"bytes to reduce (busbw: {SIZES['busbw']}; hosts: {SIZES['hosts']})")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of calls for each backend and size (default 5)")
+    parser.add_argument("--block-seconds", type=float, default=0.15, help="about how long a block lasts (default 0.15)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where results and plots are (docs/lab/plots)")
+
+
+def measure_allreduce(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks.collectives import allreduce
+
+    place = ["--ranks"] if args.plot == "busbw" else ["--rate", "1gbit", "--hosts"]
+    peers = "gloo,mpi,ceiling" if args.plot == "busbw" else "gloo"
+    words = ["--rounds", str(args.rounds), "--block-seconds", str(args.block_seconds), "--peers", peers]
+    words += ["--sizes", args.sizes or SIZES[args.plot]]
+    found = []
+    for count in (args.counts or COUNTS[args.plot]).split(","):
+        found.append(allreduce.measure(session.parse(allreduce, [*words, *place, count])))
+        for warning in found[-1]["quiet"]["warnings"]:
+            print(f"WARNING: {found[-1]['place']['words']}: {warning}", file=sys.stderr)
+    return found
+
+
+def draw_busbw(results: Sequence[dict[str, Any]], plt: Any) -> Any:
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4), sharey=True, squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        for name, look in LOOKS.items():
+            rows = [row for row in result["rows"] if row["backend"] == name]
+            if rows:
+                axis.plot([row["size_bytes"] for row in rows], [row["busbw"] / 1e9 for row in rows], **look)
+        axis.set(xscale="log", yscale="log", xlabel="size", title=result["place"]["words"])
+        ticks = sorted({row["size_bytes"] for row in result["rows"]})[::2]
+        axis.set_xticks(ticks, [format_size(size) for size in ticks], fontsize=7)
+        axis.set_xticks([], minor=True)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("bus bandwidth, GB/s")
+    axes[0][0].legend()
+    return figure
+
+
+def draw_hosts(results: Sequence[dict[str, Any]], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(6, 4))
+    hosts = [result["place"]["hosts"] for result in results]
+    size = max(row["size_bytes"] for row in results[0]["rows"])
+    every = [row for result in results for row in result["rows"] if row["size_bytes"] == size]
+    for name, look in LOOKS.items():
+        rows = [row for row in every if row["backend"] == name]
+        if rows:
+            axis.plot(hosts, [row["time"]["median_s"] * 1e3 for row in rows], **look)
+    rates = [it["one_way"] if (it := result["goodput_bytes_per_s"]) else 1e9 / 8 for result in results]
+    limits = [2 * (n - 1) / n * size / rate * 1e3 for n, rate in zip(hosts, rates, strict=True)]
+    axis.plot(hosts, limits, color="black", linestyle=":", label="the line: 2(h-1)/h of the size at iperf3's goodput")
+    axis.set(xlabel="hosts, one rank on each, 1 Gbit", ylabel="ms", title=f"all-reduce of {format_size(size)}")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    return figure
+
+
+def draw_model(results: Sequence[dict[str, Any]], plt: Any) -> Any:
+    """Predicted over measured time of every row of `ring`: on the diagonal the model is right."""
+    from ringdp.config.tuning import Tuning
+    from ringdp.costs import AlgorithmCosts, HostLayout, work
+    from ringdp.tools.algorithm_table import algorithm
+
+    figure, axis = plt.subplots(figsize=(6, 5))
+    every: list[float] = []
+    for result in results:
+        ranks, hosts = result["place"]["ranks"], max(1, result["place"]["hosts"])
+        place = HostLayout.spread(ranks=ranks, hosts=hosts, cores=result["machine"]["cores"])
+        rows = [row for row in result["rows"] if row["backend"] == "ring"]
+        names = [algorithm(place, "float32", row["size_bytes"], Tuning()) for row in rows]
+        works = [work(name, place, row["size_bytes"]) for name, row in zip(names, rows, strict=True)]
+        measured = [row["time"]["median_s"] for row in rows]
+        predicted = [it.seconds(AlgorithmCosts(), place) for it in works]
+        every += measured + predicted
+        axis.plot(measured, predicted, marker="o", linestyle="", label=result["place"]["words"])
+    axis.plot([min(every), max(every)], [min(every), max(every)], color="black", linewidth=0.8)
+    axis.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title="all-reduce and cost model")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def draw_quality(result: dict[str, Any], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(8, 5))
+    sources = list(dict.fromkeys(row["gradients"] for row in result["rows"]))
+    of = {it: sorted((r for r in result["rows"] if r["gradients"] == it), key=lambda r: r["bits"]) for it in sources}
+    for source, colour in zip(sources, COLOURS, strict=False):
+        errors = [row["all_reduce"][-1] for row in of[source]]
+        axis.plot([row["bits"] for row in of[source]], errors, marker="o", linestyle="", color=colour, label=source)
+    for turn, row in enumerate(of[sources[-1]]):  # neighbours' names stand above and below, or they would overlap
+        place = {"xytext": (0, -14 if turn % 2 else 10), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(row["code"], (row["bits"], row["all_reduce"][-1]), fontsize="x-small", **place)
+    axis.set(xscale="log", yscale="log", xlabel="bits an element", ylabel="|mean' - mean|² / |mean|²")
+    axis.set_xticks([0.25, 1, 4, 16], ["0.25", "1", "4", "16"])
+    axis.set_title(f"all-reduce of {result['ranks'][-1]} ranks")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+def draw_loss(result: dict[str, Any], plt: Any) -> Any:
+    """Modes in the order in which they reached the loss; those that never did come last, in dashes."""
+    from benchmarks.compression.time_to_loss import seconds_until, smooth
+
+    window = result["settings"]["window"]
+    reached = {row["mode"]: seconds_until(row, result["loss"], window) for row in result["rows"]}
+    rows = sorted(result["rows"], key=lambda row: (reached[row["mode"]] is None, reached[row["mode"]] or 0.0))
+    few = len(rows) <= len(COLOURS)
+    colours = COLOURS if few else [plt.get_cmap("tab20")(k % 20) for k in range(len(rows))]
+    figure, axis = plt.subplots(figsize=(6, 4) if few else (8, 5))
+    for row, colour in zip(rows, colours, strict=False):
+        style = "--" if reached[row["mode"]] is None else "-"
+        seconds, losses = row["seconds"][window:], smooth(row["losses"], window)[window:]
+        axis.plot(seconds, losses, color=colour, linestyle=style, label=row["mode"])
+    axis.axhline(result["loss"], color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="seconds of training", ylabel="training loss, nats", title=result["place"]["words"])
+    axis.set_xscale("linear" if few else "log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="medium" if few else "x-small")
+    return figure
+
+
+def draw_far(kept: dict[str, Any], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    rates = sorted(kept["pace"], key=float)
+    for (way, its), colour in zip(kept["steps"].items(), COLOURS[::-1], strict=False):
+        steps, last = its["seen"][-1]
+        if last > its["loss"]:
+            raise Unavailable(f"{way} has not reached {its['loss']}")
+        minutes = [kept["pace"][rate][way] * steps / 60 for rate in rates]
+        axis.plot([float(it) for it in rates], minutes, marker="o", color=colour, label=f"{way} ({steps:,} steps)")
+    axis.set(xscale="log", yscale="log", xlabel="Mbit/s of each site's line, 50 ms there and back")
+    loss = next(iter(kept["steps"].values()))["loss"]
+    axis.set(ylabel=f"minutes to {loss:g} nats", title="GPT of 0.12 M parameters, 2 sites")
+    axis.set_xticks([float(it) for it in rates], rates)
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+PLOTS: dict[str, Callable[..., Any]] = {
+    "busbw": draw_busbw, "hosts": draw_hosts, "model": draw_model, "quality": draw_quality, "loss": draw_loss,
+    "resnet": draw_loss, "far": draw_far,
+}  # fmt: skip
+
+
+def results_for(args: argparse.Namespace) -> Any:
+    """What is to be drawn, measured now or read. Raises Unavailable where nothing was measured."""
+    if args.plot in COUNTS and not args.draw:
+        results = measure_allreduce(args)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        (args.folder / f"{args.plot}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+        return results
+    files = [args.folder / f"{name}.json" for name in (COUNTS if args.plot == "model" else [args.plot])]
+    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    if not found:
+        raise Unavailable(f"nothing was measured yet: {', '.join(map(str, files))} is not there")
+    return [result for results in found for result in results] if args.plot == "model" else found[0]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    plt = pyplot()
+    figure = PLOTS[args.plot](results_for(args), plt)
+    figure.tight_layout()
+    path = args.folder / f"{args.plot}.svg"
+    figure.savefig(path, metadata={"Date": None})
+    return {"benchmark": "plots", "path": str(path)}
+
+
+def report(result: dict[str, Any]) -> str:
+    return f"{result['path']}: drawn"
