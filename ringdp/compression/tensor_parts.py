@@ -1,8 +1,8 @@
-"""The plain tensors that hold the values of a parameter or buffer: what ranks compare, send and hash of it.
+"""The plain tensors that hold the values of a parameter or buffer, which ranks compare, send and hash.
 
 Most tensors are one block of numbers. Others are several: a tensor subclass over inner tensors (``__tensor_flatten__``;
 torchao's weights, jagged tensors), a sparse tensor's indices and values, a DTensor's part. `held` decides for each
-tensor, and whatever walks over a module's parameters and buffers asks it.
+tensor; all code that walks over a module's parameters and buffers calls it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
-# What every backend sends as it is; others are sent as bytes.
+# Types that every backend sends as they are; others are sent as bytes.
 _SENT = frozenset(
     (
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     )
 )
-# What gradients are added up in.
+# Types in which gradients are added up.
 _AVERAGED = frozenset(
     (
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -59,17 +59,17 @@ class Treatment(enum.Enum):
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer, and what holds its values.
+    """A parameter or buffer, and the tensors that hold its values.
 
     Attributes:
-        kind: "parameter" or "buffer", or what else it is.
+        kind: "parameter" or "buffer", or another word for messages.
         name: as the module has it.
         tensor: itself.
-        treatment: what is done with it.
+        treatment: how it is compared and sent.
         parts: plain strided tensors on its memory, without gradient, by the name of the part: "" where it is all one,
             else such as ``scale`` or ``values``. Empty where it is left alone.
-        why: it is left alone or refused.
-        form: what else must be alike on all ranks, beside the parts' types and shapes; "" for a plain tensor.
+        why: the reason for which it is left alone or refused.
+        form: a text that must be equal on all ranks, beside the parts' types and shapes; "" for a plain tensor.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Held:
     form: str = ""
 
     def lines(self) -> list[str]:
-        """What ranks compare, in words: ``parameter weight: float32 [3, 4]``; a line for each part."""
+        """The description that ranks compare: ``parameter weight: float32 [3, 4]``; a line for each part."""
         form = f"{_dtype(self.tensor)}{f' ({self.form})' if self.form else ''}"
         if self.treatment is Treatment.LEFT_ALONE:
             return [f"{self.kind} {self.name}: {form}"]
@@ -104,7 +104,7 @@ def shape_text(tensor: Tensor) -> str:
 
 
 def held(kind: str, name: str, tensor: Tensor, *, ranks: Collection[int] = ()) -> Held:
-    """What is to be done with this tensor.
+    """The treatment of this tensor.
 
     Args:
         ranks: of the job, which are to have the same values.
@@ -219,7 +219,7 @@ _COPIED_AS_THEY_ARE = frozenset({torch.int16, torch.uint16, torch.uint32, torch.
 
 
 def _form(tensor: Tensor) -> str:
-    """What ranks must have alike so that the same parts mean the same tensor."""
+    """The text that must be equal on all ranks, so that the same parts mean the same tensor."""
     words = [] if type(tensor) in _PLAIN_TYPES else [type(tensor).__name__]
     if tensor.layout is not torch.strided:
         words.append(_layout(tensor))
@@ -237,7 +237,7 @@ def _layout(tensor: Tensor) -> str:
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Whether a subclass answers for every operation, so that its memory is not what it says."""
+    """Whether a subclass intercepts every operation, so that its memory need not have its values."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

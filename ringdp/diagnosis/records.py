@@ -1,4 +1,4 @@
-"""Where each step of this process is written: metrics files, TensorBoard. One `StepRecords` for the process."""
+"""The sinks for each step of this process: metrics files, TensorBoard. One `StepRecords` for the process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN_NAMES = frozenset(
         *(f"{name}_s" for name in FIELDS),
     )
 )
-"""What a record has; `ringdp.metrics.log` takes other names."""
+"""The fields of a record; `ringdp.metrics.log` takes other names."""
 
 
 _SECONDS = tuple(f"{name}_s" for name in FIELDS)
@@ -42,7 +42,7 @@ _BLOCKED = FIELDS.index("exposed") + 1  # the first so many fields make a step
 
 
 class StepTaken(NamedTuple):
-    """A step as the training thread hands it on.
+    """A step, as the training thread gives it to the records.
 
     Attributes:
         time: seconds since 1970.
@@ -54,8 +54,8 @@ class StepTaken(NamedTuple):
         sent: bytes of this process, since the step before.
         ratio: of compression.
         skipped: steps so far whose gradients were not finite.
-        waited: for which rank in the last window, and how long a step; None: not known yet.
-        verdict: what was logged since the step before.
+        waited: the rank waited for in the last window, and seconds a step; None: not known yet.
+        verdict: the verdict logged since the step before.
     """
 
     time: float
@@ -106,7 +106,7 @@ def _host_name() -> str:
 
 
 class Source(Protocol):
-    """Has maybe seen the end of a step that it has not recorded yet."""
+    """May have a step that has ended and is not recorded yet."""
 
     def record_last(self) -> None: ...
 
@@ -160,7 +160,7 @@ class StepRecords:
         return not self._ended and os.getpid() == self._pid
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most."""
+        """Write the waiting records, for some seconds at most."""
         if not self.open:
             return
         for source in list(self._sources):

@@ -59,7 +59,7 @@ def open_store(
 def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta, *, keep: bool, start: str) -> Store:
     url = urllib.parse.urlsplit(init_method)
     if url.scheme == "tcp" and url.hostname and url.port:
-        # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not say who is missing.
+        # Not by torch's rendezvous: there rank 0 would wait for the others inside, and could not name the missing ones.
         where = contextlib.nullcontext() if keep else _logging_the_wait(url.hostname, url.port, rank, world_size)
         with where:
             deadline = time.monotonic() + timeout.total_seconds()

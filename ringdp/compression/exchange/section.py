@@ -62,7 +62,7 @@ class Section:
 
     @property
     def owners_encode(self) -> bool:
-        """Whether parts have owners, who encode the means and keep the residual of that."""
+        """Whether parts have owners, which encode the means and keep their residual."""
         return self.parts > 1 and getattr(self.compressor, "aggregate", "owner") == "owner"
 
     def numel(self, part: int) -> int:

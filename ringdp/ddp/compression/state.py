@@ -109,7 +109,7 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
 
 
 # The error of the mean so far: the part that each rank left out of its own gradient, divided by the number of ranks,
-# and the part that the owner left out of the mean. docs/reference/wire_format.md says who owns what.
+# and the part that the owner left out of the mean. docs/reference/wire_format.md has the owners.
 def _mean(compression: ModelCompression, residuals: Mapping[int, Tensor]) -> dict[int, Tensor]:
     if not residuals:
         return {}
