@@ -197,8 +197,7 @@ CORE = [
         "mesh/resend_queue.cpp",
         "if (it.lender != &flow || !concerned(it.payload)) continue;",
         "continue;",
-        HEALING,
-        "tests/fault/test_healing_meanwhile.py",
+        "tests/cpp/test_cpp.py::test_passes[asan-test_healing]",
     ),
     core(
         "frames are forgotten before they have arrived",

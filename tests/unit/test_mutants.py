@@ -19,7 +19,7 @@ def test_a_fault_has_one_place_and_tests(mutant: Mutant) -> None:
     assert mutant.tests
     for test in mutant.tests:
         file, _, function = test.partition("::")
-        assert f"def {function}" in (ROOT / file).read_text()
+        assert f"def {function.partition('[')[0]}" in (ROOT / file).read_text()
 
 
 def test_a_name_stands_for_one_fault() -> None:
