@@ -25,6 +25,7 @@ ALONE = (
 # follow by name, at the end those of unit/, which are short.
 FIRST = (
     "cpp/test_cpp.py",
+    "cpp/test_threads.py",
     "unit/test_wheel.py",
     "unit/test_build.py",
     "unit/test_benchmarks.py",
