@@ -1,4 +1,4 @@
-"""Builds the C++ tests beside this file and runs them: plain, under ASan, ASan + UBSan (test_threads.py: under TSan)."""
+"""Builds the C++ tests beside this file and runs them: plain, under ASan and ASan + UBSan. TSan: test_threads.py."""
 
 from __future__ import annotations
 
