@@ -66,16 +66,16 @@ class RuleUse:
     @property
     def without_effect(self) -> list[str]:
         """A sentence for each rule that parameters fit, and that changes nothing for any of them."""
-        gathered = []
+        sentences = []
         for number, (fit, first) in enumerate(zip(self._fit, self._first, strict=True)):
             words, compressor = self._rules.describe(number), self._rules.pairs[number][1]
             if fit and not first:
                 earlier = [self._rules.describe(one) for one in sorted(self._earlier[number])]
                 come = "comes" if len(earlier) == 1 else "come"
-                gathered.append(f"{words}, never counts: {' and '.join(earlier)}, {come} first for {_listed(fit)}")
+                sentences.append(f"{words}, never counts: {' and '.join(earlier)}, {come} first for {_listed(fit)}")
             elif first and compressor is not None and all(one.name in self._exact for one in first):
-                gathered.append(f"{words}, has no effect: {self._why_exact(first)}")
-        return gathered
+                sentences.append(f"{words}, has no effect: {self._why_exact(first)}")
+        return sentences
 
     def refuse_unmatched(self) -> None:
         """Raise for rules that fit no parameter, where the rules say that this is an error.

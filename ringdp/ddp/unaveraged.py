@@ -94,13 +94,13 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     # The program may have averaged them itself: then it has written to them, and sent about as many bytes.
     _, nbytes, sent = wrapper.reducer.unaveraged()
     by_hand = 4 * sent >= nbytes or sent < 0
-    gathered = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
-    if not gathered or wrapper._warned_unaveraged:
+    skipped = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
+    if not skipped or wrapper._warned_unaveraged:
         return
     wrapper._warned_unaveraged = True
     causes = [
-        _listed([name for name, _, under_no_sync, _ in gathered if under_no_sync], _UNDER_NO_SYNC),
-        _listed([name for name, _, under_no_sync, _ in gathered if not under_no_sync], _PAST_THE_WRAPPER),
+        _listed([name for name, _, under_no_sync, _ in skipped if under_no_sync], _UNDER_NO_SYNC),
+        _listed([name for name, _, under_no_sync, _ in skipped if not under_no_sync], _PAST_THE_WRAPPER),
     ]
     _log.warning(
         "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"

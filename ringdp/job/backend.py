@@ -206,6 +206,11 @@ def traffic() -> Traffic:
     require_initialized("traffic")
     if BACKEND not in str(dist.get_backend_config()):
         raise InvalidStateError(f"the backend is {dist.get_backend()}: only {BACKEND} counts its traffic")
+    return traffic_of_process()
+
+
+def traffic_of_process() -> Traffic:
+    """What this process sent and received over ``ring`` so far, in groups of any kind."""
     from ringdp import _C
 
     return Traffic(*_C.traffic())

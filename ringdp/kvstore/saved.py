@@ -51,7 +51,7 @@ def load_state_dict(table: Table, state: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not table.knows(name):
             table.add(name, value)
-    table.compare("the loaded state", f"checksum {_checksum(state):08x}")
+    table.compare_later("the loaded state", f"checksum {_checksum(state):08x}")
     table.settle()
     for name, value in values.items():
         key = table.keys[name]
@@ -67,32 +67,32 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
     mine: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(table.keys):
-        gathered: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for field, it in update.state_of(table.slices[name]).items():
             if isinstance(it, Tensor) and it.shape == table.slices[name].shape:
                 tensors.setdefault(name, {})[field] = it
-                gathered[field] = str(it.dtype).removeprefix("torch.")
+                fields[field] = str(it.dtype).removeprefix("torch.")
             elif isinstance(it, Tensor) and it.numel() == 1:
-                gathered[field] = [str(it.dtype).removeprefix("torch."), it.item()]
+                fields[field] = [str(it.dtype).removeprefix("torch."), it.item()]
             elif isinstance(it, int | float):
-                gathered[field] = ["", it]
+                fields[field] = ["", it]
             elif it is not None:
                 raise InvalidStateError(
                     f"{update.describe()} keeps {field} of key {name!r}, which cannot be saved by slices"
                 )
-        mine[name] = gathered
+        mine[name] = fields
     lines = [json.dumps(mine).encode()]
     if table.group is not None:
         with table.operations.named("structure of the optimizer's state"):
             lines = all_gather_bytes(lines[0], table.group)
     merged: dict[str, dict[str, Any]] = {}
     for line in lines:
-        for name, gathered in json.loads(line).items():
-            merged[name] = gathered or merged.get(name, {})
+        for name, fields in json.loads(line).items():
+            merged[name] = fields or merged.get(name, {})
     state: dict[str, dict[str, dict[str, Any]]] = {name: {"tensors": {}, "numbers": {}} for name in merged}
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, gathered in merged.items():
-        for field, it in gathered.items():
+    for name, fields in merged.items():
+        for field, it in fields.items():
             if isinstance(it, str):
                 groups.setdefault((field, it), []).append(name)
             else:

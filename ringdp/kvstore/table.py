@@ -107,7 +107,7 @@ class Table:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
 
-    def compare(self, name: str, text: str) -> None:
+    def compare_later(self, name: str, text: str) -> None:
         """Have the ranks compare this text before the table is used next."""
         self._extra[name] = text
         self._stale = True

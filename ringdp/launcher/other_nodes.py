@@ -160,8 +160,8 @@ class OtherNodes:
         self._leaving = True
         end = time.monotonic() + limit_s
         while not self._store_is_gone() and time.monotonic() < end:
-            gathered = self._own is None or self._node in self._ends
-            if gathered and all(node in self._done or node in self._silent() for node in range(self._nodes)):
+            published = self._own is None or self._node in self._ends
+            if published and all(node in self._done or node in self._silent() for node in range(self._nodes)):
                 break
             self._wake.set()
             time.sleep(0.02)
@@ -225,8 +225,8 @@ class OtherNodes:
             self._ends[self._node] = self._own
         if self._store.add(f"{self._prefix}/ended", 0) > len(self._ends):
             for other in self._missing():
-                if (gathered := self._get("end", other)) is not None:
-                    how, _, words = gathered.partition(" ")
+                if (entry := self._get("end", other)) is not None:
+                    how, _, words = entry.partition(" ")
                     self._ends[other] = End(how, words)
         if self._node not in self._done and (self._leaving or self._settled()):
             self._set("done", "1")

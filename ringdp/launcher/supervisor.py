@@ -331,15 +331,15 @@ class Supervisor:
         if self._stop_signal is None and self._agent_status == 0:
             return
         end = time.monotonic() + LEFTOVERS_S
-        gathered: set[int] = set()
+        signalled: set[int] = set()
         while survivors := self._survivors():
             if self._stop_signal is not None:
                 end = time.monotonic() + self._grace_left()
             if time.monotonic() >= end:
                 processes.kill_all(self._survivors)
                 return
-            processes.send(set(survivors) - gathered, signal.SIGTERM)
-            gathered.update(survivors)
+            processes.send(set(survivors) - signalled, signal.SIGTERM)
+            signalled.update(survivors)
             self._wait()
             self._display.show()
 
@@ -361,9 +361,9 @@ class Supervisor:
             return processes.die_of(self._stop_signal)
         if self._agent_status == 0:
             restarted = self._started is not None and self._started.attempt > 0
-            gathered = self._steps_by_rank()
-            steps = self._steps(gathered)
-            self._lost |= self._left_early(gathered, steps)
+            by_rank = self._steps_by_rank()
+            steps = self._steps(by_rank)
+            self._lost |= self._left_early(by_rank, steps)
             words = summary.finished(seconds, steps, logs=folder or "", restarted=restarted, lost=self._describe_lost())
             self._log_end([words, *(f"ringrun: {sentence}" for sentence in self._full_disks())], steps=steps)
             return 0
@@ -405,8 +405,8 @@ class Supervisor:
 
     def _steps(self, by_rank: Mapping[int, int | None]) -> int | None:
         """The steps of the first rank with a report; in an elastic job, which may have lost it, the most steps."""
-        gathered = [steps for steps in by_rank.values() if steps is not None]
-        return (max(gathered) if self._arguments.torchrun.elastic else gathered[0]) if gathered else None
+        known = [steps for steps in by_rank.values() if steps is not None]
+        return (max(known) if self._arguments.torchrun.elastic else known[0]) if known else None
 
     def _left_early(self, by_rank: Mapping[int, int | None], steps: int | None) -> dict[int, str]:
         """Ranks that have ended well and without which the others of an elastic job have gone on, and how."""

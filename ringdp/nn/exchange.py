@@ -124,10 +124,10 @@ class RowExchange:
             work = dist.all_to_all_single(message, asked.message, answer, asked.per_owner, group=group, async_op=True)
         return Lookup(asked.inverse, asked.per_owner, answer, message, work, asked.message)
 
-    def _count(self, gathered: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-        answer = torch.empty(len(gathered), dtype=torch.int64, device="cpu")
+    def _count(self, counts: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        answer = torch.empty(len(counts), dtype=torch.int64, device="cpu")
         with self._operations.named("ids of a sharded embedding, counted"):
-            dist.all_to_all_single(answer, torch.tensor(gathered, dtype=torch.int64, device="cpu"), group=group)
+            dist.all_to_all_single(answer, torch.tensor(counts, dtype=torch.int64, device="cpu"), group=group)
         return answer.tolist()
 
     def _move(self, rows: Tensor, send: list[int], receive: list[int], words: str) -> Pending:

@@ -74,18 +74,18 @@ class Pace:
 
     def _meet(self, schedule: TimedSchedule) -> None:
         """Exchange the ranks' paces: the first turn begins."""
-        gathered = [mine := self.step_s()]
+        paces = [mine := self.step_s()]
         if self._group is not None:
             with named(f"{self._who}: seconds of a step"):
                 lines = all_gather_bytes(struct.pack("<d", mine), self._group, room=8)
-            gathered = [struct.unpack("<d", one)[0] for one in lines]
-        schedule.begin_turn(time.monotonic(), gathered)
+            paces = [struct.unpack("<d", one)[0] for one in lines]
+        schedule.begin_turn(time.monotonic(), paces)
 
     def _agreed(self, due: bool) -> bool:
         """The answer of the first of the ranks that are kept in step: their clocks may differ."""
         if self._together is None or self._together.size() == 1:
             return due
-        gathered = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
+        answer = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
         with named(f"{self._who}: is the turn over?"):
-            dist.broadcast(gathered, group=self._together, group_src=0)
-        return bool(gathered)
+            dist.broadcast(answer, group=self._together, group_src=0)
+        return bool(answer)

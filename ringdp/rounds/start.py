@@ -118,15 +118,15 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
 
     def lines(found: Checked) -> list[str]:
         settings, parameters, _ = found
-        gathered = [f"class: {who}", *settings.lines()]
+        described = [f"class: {who}", *settings.lines()]
         for one in parameters:
             part = local_part(one.parameter)
-            gathered.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
+            described.append(f"parameter {one.name}: {str(part.dtype).removeprefix('torch.')} {list(part.shape)}")
         trained = {id(one.parameter) for one in parameters}
         for other in _held(model, group):
             if id(other.tensor) not in trained:
-                gathered += other.lines()
-        return gathered
+                described += other.lines()
+        return described
 
     found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
     if difference is None:

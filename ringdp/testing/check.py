@@ -186,8 +186,8 @@ class _Bench:
         x[::7] = 1e30
         decoded, _ = self.there_and_back(x)
         # float16 cannot hold 1e30: an infinity is right where infinities are carried.
-        gathered = (decoded == torch.inf) & (x == 1e30) & bool(getattr(self.compressor, "carries_nan", False))
-        wrong = int((decoded.isfinite() | gathered).logical_not().sum())
+        carried = (decoded == torch.inf) & (x == 1e30) & bool(getattr(self.compressor, "carries_nan", False))
+        wrong = int((decoded.isfinite() | carried).logical_not().sum())
         assert wrong == 0, f"{wrong} of 1000 elements decode to infinities or NaN"
 
     def overflow(self) -> None:

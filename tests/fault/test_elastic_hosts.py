@@ -141,7 +141,7 @@ def says_that_it_is_out(outcome: hosts.Outcome, rank: int, others: str) -> None:
 def says_that_it_cannot_know(outcome: hosts.Outcome, rank: int, others: str) -> None:
     """A rank that reaches neither these others (a pattern; ranks that have ended are lost, too) nor the store."""
     assert outcome.error == "HandshakeError", f"{outcome.error}: {outcome.text}"
-    store = rf"the launcher's store at {re.escape(ADDRESS)}:{PORT}, which the launcher on that host keeps, where"
+    store = rf"the launcher's store at {re.escape(ADDRESS)}:{PORT}, which the launcher on that host keeps, by which"
     assert re.search(rf"rank {rank} has lost {others} and cannot reach {store}", outcome.text), outcome.text
     assert "cannot know whether the others have gone on without it" in outcome.text
     assert (

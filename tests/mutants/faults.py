@@ -173,8 +173,7 @@ def core(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
     return Mutant(name, f"csrc/{file}", text, instead, tests)
 
 
-def above(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
-    """In a file of Python."""
+def in_python(name: str, file: str, text: str, instead: str, *tests: str) -> Mutant:
     return Mutant(name, file, text, instead, tests)
 
 
@@ -322,7 +321,7 @@ CODECS = [
         "tests/unit/test_compression_sparse.py",
         "tests/contract/test_compressed_core.py",
     ),
-    above(
+    in_python(
         "a zero is sent as negative",
         "compression/methods/sign.py",
         "pack((part >= 0).view(torch.uint8), 1)",
@@ -332,14 +331,14 @@ CODECS = [
 ]
 
 COMPRESSORS = [
-    above(
+    in_python(
         "the last rule that fits counts",
         "compression/rules.py",
         "            return self.pairs[number][1]\n",
         "            last = number\n        if list(self.fitting(one)):\n            return self.pairs[last][1]\n",
         "tests/unit/test_compression_rules.py",
     ),
-    above(
+    in_python(
         "error feedback forgets the error",
         "compression/feedback.py",
         'state["residual"] = x - decoded',
@@ -348,7 +347,7 @@ COMPRESSORS = [
         "tests/train/test_custom_compressor.py",
         "tests/train/test_exchanged_codes.py",
     ),
-    above(
+    in_python(
         "EF21's estimate does not move",
         "compression/feedback.py",
         'state["estimate"] = decoded + state.get("estimate", 0.0)',
@@ -356,7 +355,7 @@ COMPRESSORS = [
         "tests/unit/test_compression_feedback.py",
         "tests/train/test_exchanged_codes.py",
     ),
-    above(
+    in_python(
         "PowerSGD starts anew in each step",
         "compression/methods/power_sgd.py",
         "        if self.warm_start:\n",
@@ -366,7 +365,7 @@ COMPRESSORS = [
 ]
 
 LAUNCHER = [
-    above(
+    in_python(
         "a rank that lost another one is blamed for it",
         "launcher/failure.py",
         "if exception and _CONSEQUENCES.search(exception):",
@@ -374,7 +373,7 @@ LAUNCHER = [
         "tests/unit/test_launch_failure.py",
         "tests/fault/test_launch_failure.py",
     ),
-    above(
+    in_python(
         "a stopped rank is never ended",
         "launcher/stopped.py",
         "if seconds >= self._limit_s and pid not in self._ended:",
@@ -382,7 +381,7 @@ LAUNCHER = [
         "tests/unit/test_stopped_ranks.py",
         "tests/fault/test_elastic_launch.py",
     ),
-    above(
+    in_python(
         "the last ranks that run are ended, too",
         "launcher/stopped.py",
         "if not others and len(self._stopped_s) == len(pids):",
@@ -390,7 +389,7 @@ LAUNCHER = [
         "tests/unit/test_stopped_ranks.py",
         "tests/fault/test_elastic_launch.py",
     ),
-    above(
+    in_python(
         "the error file of torch is read as a text",
         "launcher/failure.py",
         'message["message"] if isinstance(message, dict) else message',

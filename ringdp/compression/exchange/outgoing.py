@@ -112,10 +112,10 @@ def _believed(plan: Plan, promised: list[Forms], part: int, numbers: Iterator[in
     forms: list[Forms] = []
     for section, payload in zip(plan.sections, promised, strict=True):
         lengths = [next(numbers) if form.shape else 0 for form in payload]
-        gathered = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
+        announced = tuple(f.with_rows(n) if f.shape else f for f, n in zip(payload, lengths, strict=True))
         fixed = getattr(section.compressor, "fixed_size", True)
         if min(lengths, default=0) < 0 or (
-            gathered != payload if fixed else _too_much(gathered, payload, section.numel(part))
+            announced != payload if fixed else _too_much(announced, payload, section.numel(part))
         ):
             raise MismatchError(
                 f"rank {sender} announces a payload of lengths {lengths} for {section.numel(part)} elements of"
@@ -123,9 +123,9 @@ def _believed(plan: Plan, promised: list[Forms], part: int, numbers: Iterator[in
                 peer=sender,
                 name=section.name,
             )
-        forms.append(gathered)
+        forms.append(announced)
     return forms
 
 
-def _too_much(gathered: Forms, promised: Forms, numel: int) -> bool:
-    return room([gathered]) > max(most_bytes(numel), room([promised]))
+def _too_much(announced: Forms, promised: Forms, numel: int) -> bool:
+    return room([announced]) > max(most_bytes(numel), room([promised]))

@@ -33,8 +33,8 @@ class SignSGD:
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         means = []
         for x, info in zip(xs, infos, strict=True):
-            gathered = yield _vote(x)
-            means.append(_count(gathered, info.numel).mul_(info.loss_scale))
+            votes = yield _vote(x)
+            means.append(_count(votes, info.numel).mul_(info.loss_scale))
         return means
 
 

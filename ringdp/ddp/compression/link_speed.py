@@ -53,11 +53,11 @@ class LinkProbe:
             times.append(min(self._time(buffer[:_SMALL], level) for _ in range(2)))
             times.append(min(self._time(buffer[:size], level) for _ in range(2 if fast else 1)))
         times.append(time.monotonic() - began)
-        *gathered, took = self._agreed(times)
+        *durations, took = self._agreed(times)
         coding = dict(zip(self._coding, self._agreed(list(self._coding.values()), most=True), strict=True))
         lines = {}
         for i, level in enumerate((EXACT, *self._codecs)):
-            lines[level] = Line.through((_SMALL, gathered[2 * i]), (size, gathered[2 * i + 1]))
+            lines[level] = Line.through((_SMALL, durations[2 * i]), (size, durations[2 * i + 1]))
         for level, codec in self._codecs.items():  # short codes may go through in a burst that longer ones do not get
             wire_s = lines[EXACT].element_s * _C.codec_bytes(codec, size) / (4 * size)
             lines[level] = Line(lines[level].fixed_s, max(lines[level].element_s, wire_s))

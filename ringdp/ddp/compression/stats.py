@@ -136,8 +136,8 @@ class CompressionStats:
 
     def _choices(self) -> str:
         earlier = [f"… {count(len(self.decisions) - _CHOICES, 'decision')} before"] * (len(self.decisions) > _CHOICES)
-        gathered = [f"from step {one.step}: {one.reason}" for one in self.decisions[-_CHOICES:]]
-        return "\n".join(["auto", *earlier, *gathered]) if gathered else ""
+        latest = [f"from step {one.step}: {one.reason}" for one in self.decisions[-_CHOICES:]]
+        return "\n".join(["auto", *earlier, *latest]) if latest else ""
 
 
 def _some(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringdp.job.backend import Traffic
+from ringdp.job.backend import traffic_of_process
 from ringdp.tools.bench.collectives import COLLECTIVES, Place
 from ringdp.tools.bench.contenders import Contender, NotSupported, Work
 
@@ -169,12 +169,10 @@ def _everywhere(wrong: int) -> int:
 
 def _sent_bytes(work: Work) -> int:
     """Bytes that all ranks send over ring in one call; 0 for another backend's."""
-    from ringdp import _C  # the default group need not be ring's
-
     work.before()
-    before = Traffic(*_C.traffic()).bytes_sent
+    before = traffic_of_process().bytes_sent
     work.call()
-    sent = torch.tensor([Traffic(*_C.traffic()).bytes_sent - before], dtype=torch.int64, device="cpu")
+    sent = torch.tensor([traffic_of_process().bytes_sent - before], dtype=torch.int64, device="cpu")
     dist.all_reduce(sent)
     return int(sent)
 

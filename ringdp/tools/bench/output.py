@@ -57,12 +57,12 @@ def text(rows: Sequence[Row], algorithm: dict[tuple[str, int], str]) -> str:
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """Lines about what the table does not show: collectives that a contender cannot do, and wrong results."""
-    gathered = dict.fromkeys(f"{row.contender} cannot do {row.collective}: {row.why}" for row in rows if row.why)
+    lines = dict.fromkeys(f"{row.contender} cannot do {row.collective}: {row.why}" for row in rows if row.why)
     wrong = [row for row in rows if row.wrong]
     for row in wrong:
         what = f"{row.collective} of {format_size(row.size_bytes)} {row.dtype} by {row.contender}"
-        gathered[f"WRONG: {what}: {row.wrong} elements are not as they have to be; it was not timed"] = None
-    return list(gathered)
+        lines[f"WRONG: {what}: {row.wrong} elements are not as they have to be; it was not timed"] = None
+    return list(lines)
 
 
 def as_json(about: dict[str, Any], rows: Sequence[Row]) -> str:

@@ -50,8 +50,8 @@ def conclusion(findings: Sequence[Finding]) -> str:
 def as_json(content: dict[str, Any], findings: Sequence[Finding]) -> str:
     """One object: ``ringdp_doctor`` (the format's number), ``ok``, ``findings``, and the items of `content`."""
     ok = exit_code(findings) == 0
-    gathered = {"ringdp_doctor": FORMAT, "ok": ok, **content, "findings": [one.as_dict() for one in findings]}
-    return json.dumps(gathered, indent=2)
+    report = {"ringdp_doctor": FORMAT, "ok": ok, **content, "findings": [one.as_dict() for one in findings]}
+    return json.dumps(report, indent=2)
 
 
 def _lines(finding: Finding, hosts: Sequence[str]) -> list[str]:

@@ -77,23 +77,23 @@ def described(rows: Sequence[Row], used: Sequence[tuple[str, str]], spec: str) -
             yield ok(f"{words}: not published to other hosts, {why}", **facts)
             continue
         why = f"named by RINGDP_IFACE={spec}" if spec else "it is up"
-        gathered = f"{words}: used between hosts, number {place} of {len(used)} ({why})"
+        sentence = f"{words}: used between hosts, number {place} of {len(used)} ({why})"
         if not row["running"]:
             yield note(
-                f"{gathered}, but it has no carrier", f"plug the cable in, or RINGDP_IFACE=^{row['name']}", **facts
+                f"{sentence}, but it has no carrier", f"plug the cable in, or RINGDP_IFACE=^{row['name']}", **facts
             )
         elif BRIDGES.match(row["name"]) and not spec:
             remedy = f"RINGDP_IFACE=^{row['name']} saves the attempts to reach it"
-            yield note(f"{gathered}; its name is that of a bridge to containers of this host", remedy, **facts)
+            yield note(f"{sentence}; its name is that of a bridge to containers of this host", remedy, **facts)
         elif row["wireless"]:
-            yield note(f"{gathered}; it is wireless: slow, and slower at times", "use a cable", **facts)
+            yield note(f"{sentence}; it is wireless: slow, and slower at times", "use a cable", **facts)
         elif row["half_duplex"]:
             remedy = f"check cable and switch: ethtool {row['name']}; ring sends and receives at once"
-            yield note(f"{gathered}; it runs at half duplex", remedy, **facts)
+            yield note(f"{sentence}; it runs at half duplex", remedy, **facts)
         elif row["mtu"] is not None and row["mtu"] < 1280:
-            yield note(f"{gathered}; the MTU is unusually small", f"ip link set dev {row['name']} mtu 1500", **facts)
+            yield note(f"{sentence}; the MTU is unusually small", f"ip link set dev {row['name']} mtu 1500", **facts)
         else:
-            yield ok(gathered, **facts)
+            yield ok(sentence, **facts)
 
 
 def order(rows: Sequence[Row], used: Sequence[tuple[str, str]]) -> Iterator[Finding]:

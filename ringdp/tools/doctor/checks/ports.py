@@ -42,10 +42,8 @@ def any_port(addresses: Sequence[str], ephemeral: str | None) -> Iterator[Findin
     """Without RINGDP_PORT_RANGE: a free one of the kernel's."""
     problems: Mapping[str, Any] = {it: why for it in addresses if (why := why_not(it, 0)) is not None}
     if problems:
-        gathered = ", ".join(f"{address}: {why}" for address, why in problems.items())
-        yield problem(
-            f"a rank cannot listen ({gathered})", "choose other interfaces with RINGDP_IFACE", failed=problems
-        )
+        listed = ", ".join(f"{address}: {why}" for address, why in problems.items())
+        yield problem(f"a rank cannot listen ({listed})", "choose other interfaces with RINGDP_IFACE", failed=problems)
         return
     kernel = "-".join((ephemeral or "").split()) or "the kernel's"
     words = f"ranks can listen on any port ({kernel}); a firewall between hosts has to let them through"

@@ -80,8 +80,8 @@ def findings(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
 
 
 def _difference(name: str, groups: Mapping[str, Sequence[int]]) -> Finding:
-    gathered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    sentence = f"{name} differs: " + ", ".join(f"{value} on {describe_ranks(ranks)}" for value, ranks in gathered)
+    rarest_first = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+    sentence = f"{name} differs: " + ", ".join(f"{value} on {describe_ranks(ranks)}" for value, ranks in rarest_first)
     facts: dict[str, Any] = {"name": name, "values": {value: list(ranks) for value, ranks in groups.items()}}
     if name in MUST_AGREE:
         return problem(sentence, MUST_AGREE[name], **facts)

@@ -125,13 +125,13 @@ class _Session:
         """The outcome so far. The first rank that came and is still there prints it."""
         by_host: dict[str, list[Finding]] = {}
         for rank, name in self._names().items():
-            gathered = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
+            of_rank = [Finding.from_dict(one) for one in self._cards[rank]["findings"]]
             known = {(one.check, one.sentence) for one in by_host.setdefault(name, [])}
             first_of_host = not known
             # The ranks of a host say the same but for their settings, so only problems of the others are news.
             by_host[name] += [
                 one
-                for one in gathered
+                for one in of_rank
                 if first_of_host or (one.verdict is Verdict.PROBLEM and (one.check, one.sentence) not in known)
             ]
         if not by_host:
