@@ -1,8 +1,8 @@
 """The ranks of a launcher under test are forked, so that each saves the seconds in which a fresh one imports torch.
 
 A forked launcher (launch_jobs.py) calls `install`. When its agent has been forked, a server is forked from that, while
-it has one thread. The server forks each rank twice, so that it becomes a child of the agent, which is a subreaper: pids,
-exit statuses, sessions and output are as of a process that the agent started. A rank whose command is not
+it has one thread. The server forks twice for a rank, which so becomes a child of the agent, a subreaper: pids, exit
+statuses, sessions and output are as of a process that the agent started. A rank whose command is not
 ``python -u SCRIPT``, or whose environment holds what is read before Python runs, is started in the usual way.
 """
 
@@ -25,7 +25,19 @@ from typing import IO, NoReturn
 
 LARGEST = 1 << 17  # of a request, with its environment
 # Variables that are read before Python runs, or while it imports torch.
-READ_BEFORE = ("LD_", "MALLOC_", "PYTHON", "GLIBC_", "KMP_", "GOMP_", "MKL_", "ASAN_", "TSAN_", "TORCH_LOGS", "TORCHDYNAMO_")
+READ_BEFORE = (
+    "LD_",
+    "MALLOC_",
+    "PYTHON",
+    "GLIBC_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "ASAN_",
+    "TSAN_",
+    "TORCH_LOGS",
+    "TORCHDYNAMO_",
+)
 _PR_SET_NAME = 15  # prctl(2)
 
 
@@ -38,8 +50,7 @@ def install(name: str) -> None:
     def run_with_server(orders: agent.Orders) -> NoReturn:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-        server = _Server(name)
-        subprocess_handler.Popen = server.popen  # type: ignore[misc, assignment]
+        setattr(subprocess_handler, "Popen", _Server(name).popen)  # noqa: B010
         run(orders)
 
     agent.run = run_with_server
@@ -136,7 +147,7 @@ def _be_rank(words: list[str], environ: Mapping[str, str], folder: str, name: st
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(open(number, "wb", 0), write_through=True, errors=errors)
+        io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), write_through=True, errors=errors)
         for number, errors in ((1, "strict"), (2, "backslashreplace"))
     )
     torch.set_num_threads(int(environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
