@@ -251,7 +251,9 @@ class ChangingModule(CompressedModule):
         given = has_optimizers(one.parameter for one in changes.new)
         features = self._features() | {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
         if text := refusals.found(features):
-            raise InvalidStateError(f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name)
+            raise InvalidStateError(
+                f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name
+            )
 
 
 def _held(changes: ParameterChanges, ranks: Collection[int] = ()) -> list[Held]:
