@@ -10,10 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 
 from ringdp.compression.auto import with_permission
-from ringdp.ddp import dtensors, optimizer_in_backward, reproducible
+from ringdp.ddp import dtensors, reproducible
 from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.rounds.exchange import FragmentExchange, Record
@@ -28,12 +27,6 @@ class OfABucket:
 
     def __repr__(self) -> str:
         return "OfABucket()"
-
-
-def steps_in_backward() -> None:
-    layer = torch.nn.Linear(1, 1)
-    _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
-    optimizer_in_backward.no_compression_in_backward(layer.parameters())
 
 
 def other_part() -> None:
