@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import multiprocessing.connection as connection
 import os
@@ -95,6 +96,18 @@ def run_outcomes(
     if any(outcome.text is not None for outcome in outcomes):
         group.kill()  # what a failed function leaves behind is not worth finding out
     return outcomes
+
+
+def each(*cases: Callable[..., Any], **kwargs: Any) -> list[Any]:
+    """For `run_ranks`: call several functions one after the other on every rank; an error says which one it was."""
+    results = []
+    for case in cases:
+        try:
+            results.append(case(**kwargs))
+        except Exception as error:
+            name = case.func.__name__ if isinstance(case, functools.partial) else case.__qualname__
+            raise AssertionError(f"in {name} {getattr(case, 'args', '')}") from error
+    return results
 
 
 def backends() -> list[str]:
