@@ -130,6 +130,15 @@ def ring_is_built() -> bool:
     return False
 
 
+def same_everywhere(*what: Any) -> bool:
+    """Of a rank: whether `what`, which has no tensors in it, is equal on all ranks."""
+    import torch.distributed as dist
+
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, what)
+    return all(one == everybody[0] for one in everybody)
+
+
 def default_group() -> dist.ProcessGroup:
     """Of a rank: `torch.distributed.group.WORLD`, which is None before there is one."""
     from torch.distributed.distributed_c10d import _get_default_group

@@ -22,7 +22,7 @@ from ringdp.compression import Int8
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import GradientOverflowError
 from tests.helpers import logged
-from tests.train.harness import backends, each, run_outcomes, run_ranks
+from tests.train.harness import backends, each, run_outcomes, run_ranks, same_everywhere
 from tests.train.models import mlp
 
 CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
@@ -88,12 +88,6 @@ def stepped(model: nn.Module, scaler: Any, optimizer: torch.optim.Optimizer) -> 
     scaler.step(optimizer)
     scaler.update()
     return not torch.equal(before, next(model.parameters()))
-
-
-def same_everywhere(*what: Any) -> bool:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, what)
-    return all(one == everybody[0] for one in everybody)
 
 
 def bits(model: nn.Module) -> list[list[int]]:

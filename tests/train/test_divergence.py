@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import logged
-from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks
+from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks, same_everywhere
 from tests.train.models import Tied, convolutional, mlp
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -29,6 +29,10 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
     import ringdp
 
     return ringdp.RingDP(begun(module), **options)
+
+
+def bits(tensors: Any) -> list[Any]:
+    return [tensor.detach().view(torch.int32).tolist() for tensor in tensors]
 
 
 def begun(module: nn.Module) -> nn.Module:
@@ -113,15 +117,9 @@ def a_warning_comes_once_for_each_tensor_and_training_goes_on() -> None:
 def sync_copies_from_the_majority() -> None:
     lines, parameters = warned("sync")
     assert all("All ranks have the majority's from now on" in line for line in lines)
-    assert same_everywhere(parameters)
+    assert same_everywhere(bits(parameters))
     _, parameters = warned("sync", 0.0)  # none of rank 0's, which was the odd one
     assert all(map(torch.equal, parameters, begun(mlp()).parameters()))
-
-
-def same_everywhere(tensors: list[Tensor]) -> bool:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, [tensor.view(torch.int32).tolist() for tensor in tensors])
-    return all(one == everybody[0] for one in everybody)
 
 
 def replicas_can_be_compared_at_once() -> None:
@@ -342,7 +340,7 @@ def every_place_is_found_within_the_steps() -> None:
 def two_ranks_have_no_majority_and_take_the_lower_ones() -> None:
     lines, parameters = warned("sync")
     assert all("parameter '2.weight' differs between rank 0 and rank 1" in line for line in lines)
-    assert same_everywhere(parameters)
+    assert same_everywhere(bits(parameters))
 
 
 def a_buffer_that_differs_is_named_and_batch_statistics_are_left_out() -> None:
@@ -415,7 +413,7 @@ def a_hook_that_lets_replicas_differ_is_left_alone(name: str) -> None:
             step(model, optimizer, number)
     assert lines == []
     equal = name in ("mean", "half")
-    assert same_everywhere([parameter.detach() for parameter in model.parameters()]) == equal
+    assert same_everywhere(bits(model.parameters())) == equal
     assert (model._guard is not None) == equal
 
 
