@@ -24,7 +24,7 @@ from tests.train.harness import backends, each, ring_is_built, run_ranks, same_e
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 
-# "plain" is without what may be missing, and with codes that are longer; 0 and 1 share a name and are built differently.
+# "plain" lacks what is optional and has longer codes; 0 and 1 share a name and are built differently.
 LIBRARIES = {
     "library": ("train_int8",),
     "plain": ("train_plain", "NO_FEEDBACK", "NO_ADD", "HEADER=40"),
