@@ -372,7 +372,8 @@ def stopped_early() -> None:
     """throw_on_early_termination: every rank stops where the first one has no more input, with DDP's error."""
     ends = []
     for kind in KINDS:
-        model, done = kind(models.build("mlp")), []
+        model = kind(models.build("mlp"))
+        done: list[int] = []
 
         def steps(model: Any = model, done: list[int] = done) -> None:
             with model.join(throw_on_early_termination=True):

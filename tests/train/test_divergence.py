@@ -75,7 +75,12 @@ def flip(tensor: Tensor, bit: int = 0) -> None:
 
 def on(guilty: int, when: int, tensor: Callable[[], Tensor], bit: int = 0) -> Callable[[int], Any]:
     """For `found`: that rank's bit flips before that step."""
-    return lambda number: number == when and default_group().rank() == guilty and flip(tensor(), bit)
+
+    def change(number: int) -> None:
+        if number == when and default_group().rank() == guilty:
+            flip(tensor(), bit)
+
+    return change
 
 
 # On three ranks.
@@ -332,8 +337,8 @@ def every_place_is_found_within_the_steps() -> None:
     every = 23
     for place in range(1, 25, 3):
         model = wrapped(nn.Linear(12, 1), guard_every=every, on_divergence="raise")
-        change = on(1, place, lambda model=model, place=place: model.module.weight[:, : 1 + place % 12], 7)
-        number, _ = found(model, 4 * every, change)
+        part = model.module.weight[:, : 1 + place % 12]
+        number, _ = found(model, 4 * every, on(1, place, partial(Tensor.detach, part), 7))
         assert number - place <= every
 
 
