@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import multiprocessing.connection as connection
 import os
@@ -97,6 +98,18 @@ def run_outcomes(
     return outcomes
 
 
+def each(*cases: Callable[..., Any], **kwargs: Any) -> list[Any]:
+    """For `run_ranks`: call several functions one after the other on every rank; an error says which one it was."""
+    results = []
+    for case in cases:
+        try:
+            results.append(case(**kwargs))
+        except Exception as error:
+            name = case.func.__name__ if isinstance(case, functools.partial) else case.__qualname__
+            raise AssertionError(f"in {name} {getattr(case, 'args', '')}") from error
+    return results
+
+
 def backends() -> list[str]:
     """The process group backends to test: those in RINGDP_TEST_BACKENDS, or gloo and ring once that is built."""
     chosen = os.environ.get("RINGDP_TEST_BACKENDS")
@@ -115,6 +128,15 @@ def ring_is_built() -> bool:
     with contextlib.suppress(ImportError):
         return hasattr(importlib.import_module("ringdp._C"), "create_process_group")
     return False
+
+
+def same_everywhere(*what: Any) -> bool:
+    """Of a rank: whether `what`, which has no tensors in it, is equal on all ranks."""
+    import torch.distributed as dist
+
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, what)
+    return all(one == everybody[0] for one in everybody)
 
 
 def default_group() -> dist.ProcessGroup:

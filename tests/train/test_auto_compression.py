@@ -21,7 +21,7 @@ from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.hooks import ddp_hook
 from tests.train import compressed_training as training
 from tests.train.given_gradients import Given, hash_of, noise
-from tests.train.harness import run_outcomes, run_ranks
+from tests.train.harness import each, run_ranks, same_everywhere
 
 SHAPES = {"first": (40, 50), "bias": (30,), "second": (70, 33), "third": (1500,)}
 
@@ -72,15 +72,10 @@ def test_a_slow_link_is_noticed_and_all_ranks_do_the_same(tmp_path: Path) -> Non
     assert "auto: int8" in parameters.values()
 
 
-def in_shared_memory() -> Any:
+def in_a_host_it_is_exact_to_the_bit() -> None:
     model = RingDP(large(), compression="auto")
-    exact = RingDP(large())
-    return train(model, 3), train(exact, 3), [it.reason for it in model.compression_stats().decisions]
-
-
-def test_in_a_host_it_is_exact_to_the_bit() -> None:
-    auto, exact, reasons = run_ranks(in_shared_memory, world_size=2, backend="ring")[0]
-    assert auto == exact
+    assert train(model, 3) == train(RingDP(large()), 3)
+    reasons = [it.reason for it in model.compression_stats().decisions]
     assert reasons == ["exact: all ranks share memory, nothing crosses a network"]
 
 
@@ -96,17 +91,16 @@ def force(model: RingDP, level: str) -> None:
     auto.before_forward = before_forward  # type: ignore[method-assign]
 
 
-def forced(folder: Path, allow: str, plan: list[str], *, bad_step: int | None = None) -> Any:
-    """Each step's buckets all get that step's level; the last is exact. What arrived and what the exact means are."""
+def forced(folder: Path, allow: str, plan: list[str], *, bad_step: int | None = None) -> None:
     with network(folder, 10_000):
-        return run_plan(allow, plan, bad_step)
+        run_plan(allow, plan, bad_step)
 
 
-def run_plan(allow: str, plan: list[str], bad_step: int | None) -> Any:
+def run_plan(allow: str, plan: list[str], bad_step: int | None) -> None:
+    """Each step's buckets all get that step's level; the last is exact. What arrived adds up to the exact means."""
     model = RingDP(Given(SHAPES), compression="auto", allow=allow)
     arrived = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    digests = []
     for step, level in enumerate(plan):
         force(model, level)
         gradients = noise(SHAPES, dist.get_rank(), step)
@@ -115,7 +109,7 @@ def run_plan(allow: str, plan: list[str], bad_step: int | None) -> Any:
         model.zero_grad()
         model(gradients).backward()
         means = {name: parameter.grad for name, parameter in model.module.named_parameters()}
-        digests.append(hash_of(means))
+        assert same_everywhere(hash_of(means))
         if step == bad_step:
             continue
         for rank in range(dist.get_world_size()):
@@ -123,7 +117,8 @@ def run_plan(allow: str, plan: list[str], bad_step: int | None) -> Any:
                 wanted[name] += gradient / dist.get_world_size()
         for name, mean in means.items():
             arrived[name] += mean
-    return arrived, wanted, digests
+    for name in SHAPES:
+        torch.testing.assert_close(arrived[name], wanted[name], rtol=0, atol=0.02 if "bf16" in plan else 1e-4)
 
 
 PLANS = {
@@ -132,87 +127,64 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("allow", PLANS)
-def test_nothing_is_lost_when_the_code_changes(allow: str, world_size: int, tmp_path: Path) -> None:
-    results = run_ranks(forced, tmp_path, allow, PLANS[allow], world_size=world_size, backend=None)
-    arrived, wanted, digests = results[0]
-    assert all(other[2] == digests for other in results)
-    for name in SHAPES:
-        torch.testing.assert_close(arrived[name], wanted[name], rtol=0, atol=0.02 if "bf16" in PLANS[allow] else 1e-4)
+def test_nothing_is_lost_when_the_code_changes(allow: str, tmp_path: Path) -> None:
+    run_ranks(forced, tmp_path, allow, PLANS[allow], world_size=3, backend=None)
 
 
 def test_an_overflow_in_the_step_that_pays_takes_nothing_away(tmp_path: Path) -> None:
-    plan = ["int4", "int4", "exact", "exact"]
-    arrived, wanted, _ = run_ranks(forced, tmp_path, "4bit", plan, bad_step=2, world_size=2, backend=None)[0]
-    for name in SHAPES:
-        torch.testing.assert_close(arrived[name], wanted[name], rtol=0, atol=1e-5)
+    run_ranks(forced, tmp_path, "4bit", ["int4", "int4", "exact", "exact"], bad_step=2, world_size=2, backend=None)
 
 
-def saves_and_loads(folder: Path) -> Any:
+def a_checkpoint_has_what_is_owed(folder: Path) -> None:
     with network(folder, 10_000):
-        return save_and_load()
-
-
-def save_and_load() -> Any:
-    model = RingDP(Given(SHAPES), compression=Auto("aggressive"))
-    force(model, "topk")
-    for step in range(3):
+        model = RingDP(Given(SHAPES), compression=Auto("aggressive"))
+        force(model, "topk")
+        for step in range(3):
+            model.zero_grad()
+            model(noise(SHAPES, dist.get_rank(), step)).backward()
+        state = model.compression_state_dict()
+        assert float(state["ranks"][str(dist.get_rank())]["first"]["residual"].abs().sum()) > 1
+        again = RingDP(Given(SHAPES), compression=Auto("aggressive"))
+        again.load_compression_state_dict(state)
         model.zero_grad()
-        model(noise(SHAPES, dist.get_rank(), step)).backward()
-    state = model.compression_state_dict()
-    again = RingDP(Given(SHAPES), compression=Auto("aggressive"))
-    again.load_compression_state_dict(state)
-    model.zero_grad()
-    went_on = noise(SHAPES, dist.get_rank(), 3)
-    force(model, "exact")
-    model(went_on).backward()
-    again(went_on).backward()
-    return [
-        torch.equal(one.grad, other.grad)
-        for one, other in zip(model.parameters(), again.parameters(), strict=True)
-        if one.grad is not None and other.grad is not None
-    ], float(state["ranks"][str(dist.get_rank())]["first"]["residual"].abs().sum())
+        went_on = noise(SHAPES, dist.get_rank(), 3)
+        force(model, "exact")
+        model(went_on).backward()
+        again(went_on).backward()
+        assert hash_of({n: p.grad for n, p in model.named_parameters() if p.grad is not None}) == hash_of(
+            {n: p.grad for n, p in again.named_parameters() if p.grad is not None}
+        )
 
 
 def test_a_checkpoint_has_what_is_owed_whoever_owes_it(tmp_path: Path) -> None:
-    for same, owed in run_ranks(saves_and_loads, tmp_path, world_size=2, backend=None):
-        assert same == [True] * 4
-        assert owed > 1
+    run_ranks(a_checkpoint_has_what_is_owed, tmp_path, world_size=2, backend=None)
 
 
-def refusals() -> list[str]:
-    texts = []
-    wrong: list[dict[str, Any]] = [
-        {"compression": "auto", "allow": "everything"},
-        {"compression": "int8", "allow": "near"},
-        {"compression": Auto("near"), "rules": [("0.*", Auto("4bit"))]},
-        {"compression": "auto"},
+def what_cannot_be_chosen_is_refused() -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("exact, near, 4bit, aggressive", {"compression": "auto", "allow": "everything"}),
+        ("'int8'", {"compression": "int8", "allow": "near"}),
+        ("Auto\\(allow='4bit'\\)", {"compression": Auto("near"), "rules": [("0.*", Auto("4bit"))]}),
+        ("gloo", {"compression": "auto"}),
     ]
-    for arguments in wrong:
-        with pytest.raises(InvalidArgumentError) as error:
+    for words, arguments in wrong:
+        with pytest.raises(InvalidArgumentError, match=words):
             RingDP(large(), **arguments)
-        texts.append(str(error.value))
-    with pytest.raises(InvalidArgumentError) as error:
+    with pytest.raises(InvalidArgumentError, match="RingDP"):
         ddp_hook("auto")
-    return [*texts, str(error.value)]
 
 
-def test_what_cannot_be_chosen_is_refused_in_words() -> None:
-    unknown, other, two, gloo, hook = run_ranks(refusals, world_size=2, backend="gloo")[0]
-    assert "exact, near, 4bit, aggressive" in unknown
-    assert "'int8'" in other
-    assert "Auto(allow='4bit')" in two
-    assert "gloo" in gloo
-    assert "RingDP" in hook
+def test_what_cannot_be_chosen_is_refused() -> None:
+    run_ranks(what_cannot_be_chosen_is_refused, world_size=2, backend="gloo")
 
 
-def different_permissions() -> None:
-    RingDP(large(), compression="auto", allow=["near", "4bit"][dist.get_rank()])
+def ranks_that_allow_different_things_are_told() -> None:
+    with pytest.raises(MismatchError) as caught:
+        RingDP(large(), compression="auto", allow=["near", "4bit"][dist.get_rank()])
+    assert "Auto(allow='near')" in str(caught.value)
+    assert "Auto(allow='4bit')" in str(caught.value)
 
 
-def test_ranks_that_allow_different_things_are_told() -> None:
-    for outcome in run_outcomes(different_permissions, world_size=2, backend="ring"):
-        assert isinstance(outcome.error, MismatchError)
-        assert "Auto(allow='near')" in str(outcome.error)
-        assert "Auto(allow='4bit')" in str(outcome.error)
+def test_two_ranks_of_a_host() -> None:
+    run_ranks(each, in_a_host_it_is_exact_to_the_bit, ranks_that_allow_different_things_are_told, backend="ring")

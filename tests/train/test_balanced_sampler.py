@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import ringdp
 from ringdp.data import sampler as sampler_module
-from tests.train.harness import RankFailed, backends, default_group, ring_is_built, run_outcomes, run_ranks
+from ringdp.data.order import GlobalBatches
+from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
@@ -71,8 +73,6 @@ def train(
     stop: int = -1,
 ) -> dict[str, Any]:
     """Each step's samples of this rank and their loss, with the state at the end."""
-    import ringdp
-
     if loading.get("num_workers"):
         gc.collect()  # a forked worker that collects a gloo group of an earlier test waits for its threads, or crashes
     group = default_group()
@@ -110,16 +110,11 @@ def train(
     }
 
 
-LOADING = [
-    {},
-    {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "multiprocessing_context": "fork"},
-]
+WORKERS = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "multiprocessing_context": "fork"}
 
 
 def alone(epochs: int) -> tuple[list[list[int]], list[float]]:
     """One process, without RingDP: the batches and losses."""
-    from ringdp.data.order import GlobalBatches
-
     dataset, model, batches = data(), Net(), GlobalBatches(SAMPLES, BATCH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     taken, losses = [], []
@@ -159,8 +154,6 @@ class Small(nn.Module):
 
 def survives(most: list[int], steps: int) -> tuple[list[list[float]], list[int]]:
     """The gradients of each step, which are those of one process, and the sizes of this rank's batches."""
-    import ringdp
-
     group, dataset = default_group(), data()
     sampler = ringdp.data.BalancedSampler(dataset, BATCH, balance="equal")
     model = ringdp.RingDP(Small(most[group.rank()]), weight="samples", reproducible=True)
@@ -182,14 +175,12 @@ def survives(most: list[int], steps: int) -> tuple[list[list[float]], list[int]]
 
 
 def test_a_rank_survives_that_it_runs_out_of_memory() -> None:
-    results = run_ranks(survives, [20, 7], 35, world_size=2, backend="ring")
+    results = run_ranks(survives, [20, 7], 20, world_size=2, backend="ring")
     sizes = [one[1] for one in results]
     assert sizes[1][0] == 10
     assert sizes[1][-1] == 5
     assert {a + b for a, b in zip(*sizes, strict=True)} == {BATCH}
     dataset, model = data(), Small(BATCH)
-    from ringdp.data.order import GlobalBatches
-
     batches = GlobalBatches(SAMPLES, BATCH)
     for position, (ours, theirs) in enumerate(zip(results[0][0], results[1][0], strict=True)):
         _, x, y = dataset[batches.batch(batches.order(0), position)]
@@ -199,8 +190,9 @@ def test_a_rank_survives_that_it_runs_out_of_memory() -> None:
         assert ours == theirs == pytest.approx(wanted, rel=1e-9)
 
 
-@pytest.mark.parametrize("loading", LOADING, ids=["main", "workers"])
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(
+    ("backend", "loading"), [(b, WORKERS if b == "ring" else {}) for b in backends()], ids=backends()
+)
 def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, loading: dict[str, Any]) -> None:
     results = run_ranks(train, 2, [0.0004, 0.0001], {}, loading, world_size=2, backend=backend)
     taken, losses = alone(2)
@@ -214,69 +206,40 @@ def test_losses_are_those_of_one_process_while_the_split_changes(backend: str, l
 
 
 def test_a_state_goes_on_at_another_number_of_ranks() -> None:
-    before = run_ranks(train, 2, [0.0003, 0.0], {}, LOADING[1], None, 30, world_size=2, backend="ring")
-    after = run_ranks(train, 2, [0.0, 0.0, 0.0], {}, LOADING[1], before[0]["state"], world_size=3, backend="ring")
+    before = run_ranks(train, 2, [0.0003, 0.0], {}, WORKERS, None, 30, world_size=2, backend="ring")
+    after = run_ranks(train, 2, [0.0, 0.0, 0.0], {}, {}, before[0]["state"], world_size=3, backend="ring")
     taken, losses = alone(2)
     assert together_of(before) + together_of(after) == taken
     together = [sum(p) for run in (before, after) for p in zip(*(one["losses"] for one in run), strict=True)]
     assert together == pytest.approx(losses, rel=1e-12)
 
 
-def make(options: list[dict[str, Any]]) -> None:
-    import ringdp
-
-    ringdp.data.BalancedSampler(**({"dataset": 100, "global_batch": 10} | options[default_group().rank()]))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"seed": 1}, r"seed is 0 on rank \d and 1 on rank \d|seed is 1 on rank \d and 0 on rank \d"),
-        ({"global_batch": 20}, "global_batch is"),
-        ({"dataset": 102}, "the dataset's length is"),
-        ({"most": 6}, r"most is \((10, 10|6, 6)\) on rank"),
-        ({"balance": [1, 2]}, "balance is"),
-        ({"cost": len}, "cost given is"),
-        ({"balance": "fast"}, "balance must be 'speed', 'equal'"),
-    ],
-)
-@pytest.mark.parametrize("backend", backends())
-def test_ranks_with_other_arguments_are_told(backend: str, options: dict[str, Any], words: str) -> None:
-    outcomes = run_outcomes(make, [{}, options], world_size=2, backend=backend)
-    for outcome in outcomes:
-        assert isinstance(outcome.error, ValueError)
-        assert re.search(words, str(outcome.error)), outcome.error
+OTHER_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1}, r"seed is 0 on rank \d and 1 on rank \d|seed is 1 on rank \d and 0 on rank \d"),
+    ({"global_batch": 20}, "global_batch is"),
+    ({"dataset": 102}, "the dataset's length is"),
+    ({"most": 6}, r"most is \((10, 10|6, 6)\) on rank"),
+    ({"balance": [1, 2]}, "balance is"),
+    ({"cost": len}, "cost given is"),
+    ({"balance": "fast"}, "balance must be 'speed', 'equal'"),
+]
 
 
-def one_forgets() -> None:
-    import ringdp
-
-    model = ringdp.RingDP(Net())
-    sampler = ringdp.data.BalancedSampler(SAMPLES, BATCH)
-    if default_group().rank() == 0:
-        sampler.watch(model)
-    for batch in sampler:
-        model(torch.zeros(len(batch), 6, dtype=torch.float64)).sum().backward()
+def ranks_with_other_arguments_are_told() -> None:
+    for options, words in OTHER_ARGUMENTS:
+        mine: dict[str, Any] = options if default_group().rank() else {}
+        with pytest.raises(ValueError, match=words):
+            ringdp.data.BalancedSampler(**({"dataset": 100, "global_batch": 10} | mine))
 
 
-def test_a_rank_that_forgot_to_watch_says_so_and_the_others_end() -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(one_forgets, world_size=2, backend="ring", timeout_s=30)
-    assert "rank 1: BalancedSampler " in str(failed.value)
-
-
-def other_group() -> str:
-    import torch.distributed as dist
-
-    import ringdp
-
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    model = ringdp.RingDP(Net(), process_group=groups[default_group().rank()])
+def the_model_and_the_sampler_have_the_same_ranks() -> None:
+    own = [dist.new_group([rank]) for rank in range(2)][default_group().rank()]
+    model = ringdp.RingDP(Net(), process_group=own)
     with pytest.raises(ValueError):
         ringdp.data.BalancedSampler(SAMPLES, BATCH).watch(model)
-    ringdp.data.BalancedSampler(SAMPLES, BATCH, group=groups[default_group().rank()]).watch(model)
-    return "ok"
+    ringdp.data.BalancedSampler(SAMPLES, BATCH, group=own).watch(model)
 
 
-def test_the_model_and_the_sampler_have_the_same_ranks() -> None:
-    assert run_ranks(other_group, world_size=2, backend="gloo") == ["ok", "ok"]
+@pytest.mark.parametrize("backend", backends())
+def test_two_ranks(backend: str) -> None:
+    run_ranks(each, ranks_with_other_arguments_are_told, the_model_and_the_sampler_have_the_same_ranks, backend=backend)

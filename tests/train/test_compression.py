@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,7 @@ import ringdp
 from ringdp.compression import DGC, EF21, Int8, PowerSGD, RandomK, TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
-from tests.train.compressed import compressor_id
-from tests.train.harness import backends, run_ranks
-
-WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow),
-          pytest.param(8, marks=pytest.mark.slow)]  # fmt: skip
+from tests.train.harness import backends, each, run_ranks, same_everywhere
 
 
 class Halves:
@@ -39,26 +36,13 @@ class Halves:
         return payload[0].to(torch.float32)
 
 
-def every_rank_and_run_alike(compression: Any, rules: Any) -> list[str]:
-    first = training.train(RingDP(training.wide(), compression=compression, rules=rules), range(6))
-    second = training.train(RingDP(training.wide(), compression=compression, rules=rules), range(6))
+def all_ranks_and_two_runs_have_the_same_bits_after_every_step(compression: Any) -> None:
+    first, second = (training.train(RingDP(training.wide(), compression=compression), range(6)) for _ in range(2))
     assert first == second
-    return first
+    assert same_everywhere(first)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize(
-    "compression", ["int8", "int4", "bf16", Halves(), Int8(block=64), Int8(error_feedback=True)], ids=compressor_id
-)
-def test_all_ranks_and_two_runs_have_the_same_bits_after_every_step(
-    backend: str, compression: Any, world_size: int
-) -> None:
-    digests = run_ranks(every_rank_and_run_alike, compression, (), world_size=world_size, backend=backend)
-    assert all(one == digests[0] for one in digests)
-
-
-def close_to_exact(compression: str, tolerance: float) -> None:
+def weights_are_close_to_the_exact_mean_and_the_rest_is_it(compression: str, tolerance: float) -> None:
     exact, lossy = RingDP(training.wide()), RingDP(training.wide(), compression=compression)
     for model in (exact, lossy):
         training.loss_of(model, 0).backward()
@@ -70,33 +54,26 @@ def close_to_exact(compression: str, tolerance: float) -> None:
         assert (error > 0) == (name in training.WEIGHTS), name
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize(
-    ("compression", "tolerance"),
-    [("int8", 0.02), ("int6", 0.06), ("int5", 0.1), ("int4", 0.2), ("nf4", 0.2), ("bf16", 0.006), ("fp16", 1e-3)],
-)
-def test_weights_are_close_to_the_exact_mean_and_the_rest_is_it(
-    backend: str, compression: str, tolerance: float
-) -> None:
-    run_ranks(close_to_exact, compression, tolerance, world_size=2, backend=backend)
+def refused(arguments: dict[str, Any], said: str, *, steps_in_backward: bool = False) -> None:
+    module = training.wide()
+    if steps_in_backward:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
+    with pytest.raises(ringdp.InvalidArgumentError, match=said):
+        RingDP(module, **arguments)
 
 
-def follows_rules() -> list[dict[str, str]]:
+def rules_decide_by_name_module_type_and_size() -> None:
     rules: list[tuple[Any, Any]] = [("3.*", None), (nn.LayerNorm, "bf16"), (range(1000, 1024), "int8")]
     model = RingDP(training.wide(), compression="int4", rules=rules)
     training.train(model, range(2))
-    return [model.compression_stats().parameters]
+    chosen = model.compression_stats().parameters
+    assert chosen["0.weight"].startswith("Int4")
+    assert chosen["3.weight"] == chosen["3.bias"] == chosen["0.bias"] == "exact"
+    assert chosen["1.weight"].startswith("Bfloat16")
+    assert chosen["5.weight"].startswith("Int8")
 
 
-def test_rules_decide_by_name_module_type_and_size() -> None:
-    for (chosen,) in run_ranks(follows_rules, world_size=2, backend="ring"):
-        assert chosen["0.weight"].startswith("Int4")
-        assert chosen["3.weight"] == chosen["3.bias"] == chosen["0.bias"] == "exact"
-        assert chosen["1.weight"].startswith("Bfloat16")
-        assert chosen["5.weight"].startswith("Int8")
-
-
-def warms_up() -> None:
+def warm_up_steps_are_exact_to_the_bit() -> None:
     exact = training.train(RingDP(training.wide()), range(5))
     model = RingDP(training.wide(), compression="int4", warmup_steps=3)
     warm = training.train(model, range(5))
@@ -104,11 +81,7 @@ def warms_up() -> None:
     assert warm[3] != exact[3]
 
 
-def test_warm_up_steps_are_exact_to_the_bit() -> None:
-    run_ranks(warms_up, world_size=2, backend="ring")
-
-
-def changes_in_the_middle(compressor: Any) -> None:
+def set_compression_in_the_middle_keeps_what_others_remember(compressor: Any) -> None:
     model = RingDP(training.wide(), compression="int4", rules=[("3.weight", compressor)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     training.train(model, range(3), optimizer)
@@ -127,77 +100,18 @@ def changes_in_the_middle(compressor: Any) -> None:
     assert training.train(model, range(5, 7)) == training.train(exact, range(5, 7))
 
 
-@pytest.mark.parametrize(
-    "compressor",
-    [Int8(error_feedback=True), Int8(error_feedback=EF21()), TopK(0.1, error_feedback=DGC(0.9))],
-    ids=compressor_id,
-)
-@pytest.mark.parametrize("backend", backends())
-def test_set_compression_in_the_middle_keeps_what_others_remember(backend: str, compressor: Any) -> None:
-    run_ranks(changes_in_the_middle, compressor, world_size=2, backend=backend)
-
-
-def disagrees(choices: list[dict[str, Any]]) -> str:
+def ranks_that_choose_differently_hear_what_and_where(choices: list[dict[str, Any]], said: list[str]) -> None:
+    mine = dist.get_rank()
     with pytest.raises(ringdp.MismatchError) as caught:
-        RingDP(training.wide(), **choices[dist.get_rank()])
-    assert caught.value.peer == 1 - dist.get_rank()
-    return str(caught.value)
+        RingDP(training.wide(), **choices[mine])
+    assert caught.value.peer == 1 - mine
+    text = str(caught.value)
+    assert text.startswith(f"the ranks chose different compression: {said[mine]}")
+    assert f"on rank {mine}, {said[1 - mine]}" in text
+    assert f"on rank {1 - mine}." in text
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize(
-    ("choices", "said"),
-    [
-        ([{"compression": "int8"}, {"compression": "int4"}], ["'0.weight': Int8(", "'0.weight': Int4("]),
-        ([{}, {"compression": "topk"}], ["None", "TopK("]),
-        ([{"compression": "auto"}, {}], ["Auto(", "None"]),
-        ([{"rules": [("*", "int8")]}, {}], ["None but for 1 rules", "None"]),
-    ],
-)
-def test_ranks_that_choose_differently_hear_what_and_where(
-    backend: str, choices: list[dict[str, Any]], said: list[str]
-) -> None:
-    for rank, text in enumerate(run_ranks(disagrees, choices, world_size=2, backend=backend, timeout_s=15)):
-        assert text.startswith(f"the ranks chose different compression: {said[rank]}")
-        assert f"on rank {rank}, {said[1 - rank]}" in text
-        assert f"on rank {1 - rank}." in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"compression": "int9"}, "unknown compressor 'int9'"),
-        ({"compression": Int8}, "Int8 is a class"),
-        ({"compression": 8}, "no method compress"),
-        ({"compression": "int8", "rules": ["*.bias"]}, "a rule is a pair"),
-        ({"compression": "int8", "warmup_steps": -1}, "warmup_steps must be"),
-        ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
-        (
-            {"compression": "topk", "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
-            "mixed_precision",
-        ),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused_in_words(arguments: dict[str, Any], said: str) -> None:
-    [text] = run_ranks(refused, arguments, world_size=1, backend="ring")
-    assert said in text
-
-
-def refused(arguments: dict[str, Any], *, steps_in_backward: bool = False) -> str:
-    module = training.wide()
-    if steps_in_backward:
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
-    with pytest.raises(ringdp.InvalidArgumentError) as error:
-        RingDP(module, **arguments)
-    return str(error.value)
-
-
-def test_optimizers_that_step_in_backward_do_not_go_with_it() -> None:
-    [text] = run_ranks(refused, {"compression": "int8"}, steps_in_backward=True, world_size=1, backend="ring")
-    assert "_apply_optimizer_in_backward" in text
-
-
-def accumulates() -> None:
+def no_sync_compresses_once() -> None:
     """Two backwards, one exchange: the code of the sum, not the sum of codes."""
     model, alone = (RingDP(training.wide(), compression="int8") for _ in range(2))
     with model.no_sync():
@@ -209,11 +123,7 @@ def accumulates() -> None:
     assert model.stats().steps == 1
 
 
-def test_no_sync_compresses_once() -> None:
-    run_ranks(accumulates, world_size=2, backend="ring")
-
-
-def overflows(where: str, compression: Any) -> list[str]:
+def an_infinity_of_one_rank_is_seen_by_all_and_leaves_no_trace(where: str, compression: Any) -> None:
     """inf in one gradient of one rank: all see it, nothing is remembered, the next step is as if it had not been."""
     model = RingDP(training.wide(), compression=compression)
     undisturbed = RingDP(training.wide(), compression=compression)
@@ -236,7 +146,7 @@ def overflows(where: str, compression: Any) -> list[str]:
         seen.append(training.digest(training.gradients(one)))
     if not isinstance(compression, Halves):  # its hook counts steps
         assert seen[0] == seen[1]
-    return seen
+    assert same_everywhere(seen)
 
 
 def tensors_in(entry: Any) -> list[Tensor]:
@@ -246,14 +156,7 @@ def tensors_in(entry: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)]
 
 
-@pytest.mark.parametrize("where", ["0.weight", "3.bias", "5.weight"])
-@pytest.mark.parametrize("compression", ["int8", "int4", Halves()], ids=compressor_id)
-def test_an_infinity_of_one_rank_is_seen_by_all_and_leaves_no_trace(where: str, compression: Any) -> None:
-    seen = run_ranks(overflows, where, compression, world_size=2, backend="ring")
-    assert seen[0] == seen[1]
-
-
-def measures() -> None:
+def errors_bytes_and_times_are_measured_without_changing_the_run() -> None:
     model = RingDP(training.wide(), compression="int4")
     model.measure_compression(every=2)
     with_probe = training.train(model, range(5))
@@ -275,11 +178,7 @@ def measures() -> None:
     assert stats.coding_s > 0
 
 
-def test_errors_bytes_and_times_are_measured_without_changing_the_run() -> None:
-    run_ranks(measures, world_size=2, backend="ring")
-
-
-def measures_in_python(compression: Any) -> None:
+def methods_in_python_are_measured_too(compression: Any) -> None:
     model = RingDP(training.wide(), compression=compression)
     model.measure_compression(every=2)
     assert training.train(model, range(4)) == training.train(RingDP(training.wide(), compression=compression), range(4))
@@ -301,13 +200,68 @@ def measures_in_python(compression: Any) -> None:
     assert all(one.dropped_mass is None for one in stats.sparsity.values())  # the last step was not measured
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [TopK(0.05), TopK(0.05, error_feedback=DGC()), TopK(0.05, error_feedback=False), RandomK(0.05), PowerSGD(2)],
-    ids=compressor_id,
-)
-def test_methods_in_python_are_measured_too(compression: Any) -> None:
-    run_ranks(measures_in_python, compression, world_size=2, backend="ring")
+LOSSY = ["int8", "int4", "bf16", Halves(), Int8(block=64), Int8(error_feedback=True)]
+TOLERANCES = {"int8": 0.02, "int6": 0.06, "int5": 0.1, "int4": 0.2, "nf4": 0.2, "bf16": 0.006, "fp16": 1e-3}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"compression": "int9"}, "unknown compressor 'int9'"),
+    ({"compression": Int8}, "Int8 is a class"),
+    ({"compression": 8}, "no method compress"),
+    ({"compression": "int8", "rules": ["*.bias"]}, "a rule is a pair"),
+    ({"compression": "int8", "warmup_steps": -1}, "warmup_steps must be"),
+    ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
+    ({"compression": "topk", "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}, "mixed_precision"),
+]
+CHOICES: list[tuple[list[dict[str, Any]], list[str]]] = [
+    ([{"compression": "int8"}, {"compression": "int4"}], ["'0.weight': Int8(", "'0.weight': Int4("]),
+    ([{}, {"compression": "topk"}], ["None", "TopK("]),
+    ([{"compression": "auto"}, {}], ["Auto(", "None"]),
+    ([{"rules": [("*", "int8")]}, {}], ["None but for 1 rules", "None"]),
+]
+
+
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 8))])
+@pytest.mark.parametrize("backend", backends())
+def test_all_ranks_and_two_runs_have_the_same_bits(backend: str, world_size: int) -> None:
+    alike = (partial(all_ranks_and_two_runs_have_the_same_bits_after_every_step, it) for it in LOSSY)
+    run_ranks(each, *alike, world_size=world_size, backend=backend)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_two_ranks(backend: str) -> None:
+    changed = [Int8(error_feedback=True), Int8(error_feedback=EF21()), TopK(0.1, error_feedback=DGC(0.9))]
+    run_ranks(
+        each,
+        *(partial(weights_are_close_to_the_exact_mean_and_the_rest_is_it, *it) for it in TOLERANCES.items()),
+        *(partial(set_compression_in_the_middle_keeps_what_others_remember, it) for it in changed),
+        *(partial(ranks_that_choose_differently_hear_what_and_where, *it) for it in CHOICES),
+        world_size=2,
+        backend=backend,
+    )
+
+
+@pytest.mark.skipif("ring" not in backends(), reason="ring is not asked for")
+def test_two_ranks_over_ring() -> None:
+    sparse = [TopK(0.05), TopK(0.05, error_feedback=DGC()), TopK(0.05, error_feedback=False), RandomK(0.05)]
+    where = [("0.weight", "int8"), ("3.bias", "int8"), ("5.weight", "int4"), ("0.weight", "int4")]
+    run_ranks(
+        each,
+        rules_decide_by_name_module_type_and_size,
+        warm_up_steps_are_exact_to_the_bit,
+        no_sync_compresses_once,
+        *(
+            partial(an_infinity_of_one_rank_is_seen_by_all_and_leaves_no_trace, *it)
+            for it in (*where, *((name, Halves()) for name in ("0.weight", "3.bias", "5.weight")))
+        ),
+        errors_bytes_and_times_are_measured_without_changing_the_run,
+        *(partial(methods_in_python_are_measured_too, it) for it in (*sparse, PowerSGD(2))),
+        world_size=2,
+        backend="ring",
+    )
+
+
+def test_arguments_that_cannot_be_used_are_refused() -> None:
+    in_backward = partial(refused, {"compression": "int8"}, "_apply_optimizer_in_backward", steps_in_backward=True)
+    run_ranks(each, *(partial(refused, *it) for it in REFUSED), in_backward, world_size=1, backend="ring")
 
 
 def in_detail(folder: str) -> list[str]:

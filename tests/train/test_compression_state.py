@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import ringdp
 from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
-from tests.train.harness import backends, run_outcomes, run_ranks
+from tests.train.harness import backends, each, run_ranks
 
 
 def with_the_docs_plug_in() -> Int4:
@@ -72,41 +73,41 @@ def resumes(compression: Any, warmup_steps: int) -> None:
     assert training.train(again, range(4, 8), its_optimizer) == went_on
 
 
-@pytest.mark.parametrize("compression", KINDS, ids=lambda it: getattr(it, "__name__", str(it)))
 @pytest.mark.parametrize("backend", backends())
-def test_a_run_resumes_with_the_same_bits(backend: str, compression: Any) -> None:
-    run_ranks(resumes, compression, 0, world_size=2, backend=backend)
+def test_a_run_resumes_with_the_same_bits(backend: str) -> None:
+    kinds = (partial(resumes, compression, 0) for compression in KINDS)
+    run_ranks(each, *kinds, partial(resumes, "int4", 6), world_size=2, backend=backend)
 
 
-def test_warm_up_goes_on_where_it_was() -> None:
-    run_ranks(resumes, "int4", 6, world_size=2, backend="ring")
+MEANS = ["int4", Int8(error_feedback=True)]
 
 
-def consolidates(compression: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    model, optimizer = make(compression)
-    training.train(model, range(3), optimizer)
-    return saved(model.compression_state_dict(consolidated=True)), saved(model.compression_state_dict())
+def consolidates() -> list[Any]:
+    means = []
+    for compression in MEANS:
+        model, optimizer = make(compression)
+        training.train(model, range(3), optimizer)
+        means.append(saved(model.compression_state_dict(consolidated=True)))
+    return means
 
 
-def spreads(compression: Any, state: dict[str, Any]) -> dict[str, Any]:
-    model, optimizer = make(compression)
-    model.load_compression_state_dict(state)
-    mean = model.compression_state_dict(consolidated=True)
-    training.train(model, range(2), optimizer)
-    return saved(mean)
+def spreads(states: list[Any]) -> list[Any]:
+    means = []
+    for compression, state in zip(MEANS, states, strict=True):
+        model, optimizer = make(compression)
+        model.load_compression_state_dict(state)
+        means.append(saved(model.compression_state_dict(consolidated=True)))
+        training.train(model, range(2), optimizer)
+    return means
 
 
-@pytest.mark.parametrize("compression", ["int4", Int8(error_feedback=True)], ids=str)
-def test_the_mean_over_ranks_loads_at_another_world_size(compression: Any) -> None:
-    results = run_ranks(consolidates, compression, world_size=2, backend="ring")
-    mean = results[0][0]
-    assert mean["parameters"].keys() == set(training.WEIGHTS)
-    for name, entry in mean["parameters"].items():
-        assert torch.equal(entry["residual"], results[1][0]["parameters"][name]["residual"])
-    for world_size in (1, 3):
-        for loaded in run_ranks(spreads, compression, mean, world_size=world_size, backend="ring"):
-            for name, entry in mean["parameters"].items():
-                assert torch.equal(loaded["parameters"][name]["residual"], entry["residual"])
+def test_the_mean_over_ranks_loads_at_another_world_size() -> None:
+    means, others = run_ranks(consolidates, world_size=2, backend="ring")
+    loaded = [it for n in (1, 3) for it in run_ranks(spreads, means, world_size=n, backend="ring")]
+    for again in (others, *loaded):
+        for mean, it in zip(*([state["parameters"] for state in states] for states in (means, again)), strict=True):
+            assert mean.keys() == it.keys() == set(training.WEIGHTS)
+            assert all(torch.equal(it[name]["residual"], mean[name]["residual"]) for name in mean)
 
 
 def nothing_is_lost(compression: Any) -> None:
@@ -130,15 +131,10 @@ def nothing_is_lost(compression: Any) -> None:
     torch.testing.assert_close(got + owed, wanted, rtol=0, atol=1e-5 * size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("backend", backends())
-def test_what_arrived_and_what_is_owed_are_the_exact_means(backend: str, world_size: int) -> None:
-    run_ranks(nothing_is_lost, "int4", world_size=world_size, backend=backend)
-
-
-@pytest.mark.parametrize("compression", [TopK(0.1), PowerSGD(2)], ids=str)
-def test_so_they_are_where_codes_are_sparse_or_of_low_rank(compression: Any) -> None:
-    run_ranks(nothing_is_lost, compression, world_size=3, backend="ring")
+def test_what_arrived_and_what_is_owed_are_the_exact_means(backend: str) -> None:
+    sparse = [TopK(0.1), PowerSGD(2)] if backend == "ring" else []
+    run_ranks(each, *(partial(nothing_is_lost, it) for it in ("int4", *sparse)), world_size=3, backend=backend)
 
 
 def on_two_hosts(folder: str) -> tuple[list[str], dict[str, Any]]:
@@ -172,7 +168,7 @@ def test_two_hosts_of_two_ranks(tmp_path: Path) -> None:
             assert torch.equal(mean[name]["residual"], results[0][1][name]["residual"])
 
 
-def in_torch_checkpoint(folder: str) -> None:
+def torchs_distributed_checkpoint_keeps_every_ranks_part(folder: str) -> None:
     model, optimizer = make("int4")
     training.train(model, range(3), optimizer)
     save({"compression": model.compression_state_dict()}, checkpoint_id=folder)
@@ -188,11 +184,7 @@ def in_torch_checkpoint(folder: str) -> None:
         assert bool(ours["ranks"][rank][name]["residual"].any())
 
 
-def test_torchs_distributed_checkpoint_keeps_every_ranks_part(tmp_path: Path) -> None:
-    run_ranks(in_torch_checkpoint, str(tmp_path), world_size=2, backend="ring")
-
-
-def keeps_what_frozen_ones_owe(compression: Any) -> None:
+def a_frozen_parameter_keeps_what_it_owes_in_either_form(compression: Any) -> None:
     """A parameter without gradients is in the way of neither form, and its share comes through both."""
     model, optimizer = make(compression)
     training.train(model, range(3), optimizer)
@@ -214,9 +206,7 @@ def keeps_what_frozen_ones_owe(compression: Any) -> None:
         assert torch.equal(averaged["0.weight"]["residual"], wanted["residual"])
 
 
-@pytest.mark.parametrize("compression", ["int4", TopK(0.1)], ids=str)
-def test_a_frozen_parameter_keeps_what_it_owes_in_either_form(compression: Any) -> None:
-    run_ranks(keeps_what_frozen_ones_owe, compression, world_size=2, backend="ring")
+OTHER_ENTRIES = {"key": "bogus/x", "part": "compressor/rank/2/x"}
 
 
 def changed(state: dict[str, Any], change: str) -> Any:
@@ -234,10 +224,8 @@ def changed(state: dict[str, Any], change: str) -> Any:
         entry["residual"] = entry["residual"].double()
     elif change == "text":
         entry["residual"] = "x"
-    elif change == "key":
-        entry["bogus/x"] = torch.zeros(9216)
-    elif change == "part":
-        entry["compressor/rank/2/x"] = 1
+    elif change in OTHER_ENTRIES:
+        entry[OTHER_ENTRIES[change]] = torch.zeros(9216)
     elif change == "compressor":
         entry["compressor"] = "Int8()"
     elif change == "no compressor":
@@ -255,70 +243,63 @@ def changed(state: dict[str, Any], change: str) -> Any:
     return {"format": {"model": 1}, "none": None, "list": [1]}.get(change, state)
 
 
-def refuses(compression: Any, change: str) -> str:
-    """What is said, before the first backward and later; nothing has changed then, and training goes on."""
+REFUSED = [
+    ("world", "saved by 7 ranks"),
+    ("rank", "of rank 9"),
+    ("name", "'nobody'"),
+    ("shape", "residual of '3.weight' is float32 [3], not float32 [9216]"),
+    ("dtype", "residual of '3.weight' is float64 [9216], not float32 [9216]"),
+    ("text", "residual of '3.weight' is str, not float32 [9216]"),
+    ("compressor", "has '3.weight' compressed by Int8(), here it is "),
+    ("no compressor", "entry of '3.weight' has no 'compressor'"),
+    ("entry", "'3.weight' of the compression state must be a dict, not int"),
+    ("no steps", "has no 'steps'"),
+    ("no ranks", "has no 'ranks'"),
+    ("steps", "'steps' of the compression state must be a whole number, not str"),
+    ("ranks", "'ranks' of the compression state must be a dict, not list"),
+    ("format", "not a ringdp compression state"),
+    ("none", "must be a dict, not NoneType"),
+    ("list", "must be a dict, not list"),
+]
+REFUSED_IN_PYTHON = [(change, f"unknown entry '{it}' for '3.weight'") for change, it in OTHER_ENTRIES.items()]
+
+
+def a_state_that_does_not_fit_is_refused(compression: Any, refused: list[tuple[str, str]]) -> None:
+    """Before the first backward and later; nothing has changed then, and training goes on."""
     model, optimizer = make(compression)
     training.train(model, range(1), optimizer)
-    state = changed(saved(model.compression_state_dict()), change)
-    said = set()
-    for one in (model, make(compression)[0]):
-        leaves, names = tree_flatten(saved(one.compression_state_dict()))
-        with pytest.raises(ringdp.InvalidArgumentError) as refused:
-            one.load_compression_state_dict(state)
-        said.add(str(refused.value))
-        leaves_after, names_after = tree_flatten(one.compression_state_dict())
-        assert names_after == names
-        for before, after in zip(leaves, leaves_after, strict=True):
-            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    for change, words in refused:
+        state = changed(saved(model.compression_state_dict()), change)
+        for one in (model, make(compression)[0]):
+            leaves, names = tree_flatten(saved(one.compression_state_dict()))
+            with pytest.raises(ringdp.InvalidArgumentError, match=re.escape(words)):
+                one.load_compression_state_dict(state)
+            leaves_after, names_after = tree_flatten(one.compression_state_dict())
+            assert names_after == names
+            for before, after in zip(leaves, leaves_after, strict=True):
+                assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
     training.train(model, range(1, 2), optimizer)
-    [text] = said
-    return text
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("world", "saved by 7 ranks"),
-        ("rank", "of rank 9"),
-        ("name", "'nobody'"),
-        ("shape", "residual of '3.weight' is float32 [3], not float32 [9216]"),
-        ("dtype", "residual of '3.weight' is float64 [9216], not float32 [9216]"),
-        ("text", "residual of '3.weight' is str, not float32 [9216]"),
-        ("compressor", "has '3.weight' compressed by Int8(), here it is "),
-        ("no compressor", "entry of '3.weight' has no 'compressor'"),
-        ("entry", "'3.weight' of the compression state must be a dict, not int"),
-        ("no steps", "has no 'steps'"),
-        ("no ranks", "has no 'ranks'"),
-        ("steps", "'steps' of the compression state must be a whole number, not str"),
-        ("ranks", "'ranks' of the compression state must be a dict, not list"),
-        ("format", "not a ringdp compression state"),
-        ("none", "must be a dict, not NoneType"),
-        ("list", "must be a dict, not list"),
-    ],
-)
-@pytest.mark.parametrize("compression", ["int4", TopK(0.1)], ids=str)
-def test_a_state_that_does_not_fit_is_refused_in_words(compression: Any, change: str, said: str) -> None:
-    for text in run_ranks(refuses, compression, change, world_size=2, backend="ring"):
-        assert said in text
-
-
-@pytest.mark.parametrize(("change", "said"), [("key", "'bogus/x'"), ("part", "'compressor/rank/2/x'")])
-def test_so_is_what_no_compressor_in_python_remembers(change: str, said: str) -> None:
-    for text in run_ranks(refuses, TopK(0.1), change, world_size=2, backend="ring"):
-        assert f"unknown entry {said} for '3.weight'" in text
-
-
-def goes_on_from_another_step() -> None:
+def ranks_that_load_states_of_different_steps_are_told() -> None:
     model, optimizer = make(RandomK(0.1))
     training.train(model, range(1), optimizer)
     state = model.compression_state_dict()
     training.train(model, range(1, 2), optimizer)
     if dist.get_rank() == 0:
         model.load_compression_state_dict(state)
-    training.train(model, range(2, 3), optimizer)
+    with pytest.raises(ringdp.MismatchError, match="rank 0 has compressed 1 steps before this one, rank 1 2\\."):
+        training.train(model, range(2, 3), optimizer)
 
 
-def test_ranks_that_load_states_of_different_steps_are_told() -> None:
-    for outcome in run_outcomes(goes_on_from_another_step, world_size=2, backend="ring"):
-        assert isinstance(outcome.error, ringdp.MismatchError)
-        assert "rank 0 has compressed 1 steps before this one, rank 1 2." in str(outcome.error)
+def test_two_ranks(tmp_path: Path) -> None:
+    run_ranks(
+        each,
+        partial(torchs_distributed_checkpoint_keeps_every_ranks_part, str(tmp_path)),
+        *(partial(a_frozen_parameter_keeps_what_it_owes_in_either_form, it) for it in ("int4", TopK(0.1))),
+        partial(a_state_that_does_not_fit_is_refused, "int4", REFUSED),
+        partial(a_state_that_does_not_fit_is_refused, TopK(0.1), REFUSED + REFUSED_IN_PYTHON),
+        ranks_that_load_states_of_different_steps_are_told,
+        world_size=2,
+        backend="ring",
+    )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_ranks
+from tests.train.harness import backends, each, run_ranks, same_everywhere
 from tests.train.test_parallel_gradients import Twice
 
 pytestmark = [
@@ -30,13 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*broadcast_buffers"),
 ]
 KINDS = (RingDP, DistributedDataParallel)
-Pair = namedtuple("Pair", ["first", "second"])
-
-
-@dataclass
-class Answer:
-    logits: Tensor
-    extra: dict[str, Any]
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
@@ -186,26 +178,6 @@ def fused_optimizer() -> None:
     alike(drive, lambda: models.build("mlp"))
 
 
-def optimizers_in_backward() -> None:
-    """Their parameters end up where DDP and an ordinary optimizer bring them; torch's hook for it needs a GPU."""
-    for before, kind in ((True, torch.optim.SGD), (False, torch.optim.Adam)):
-        theirs = DistributedDataParallel(models.build("mlp"))
-        optimizer = kind(theirs.module[0].parameters(), lr=0.05)
-        module = models.build("mlp")
-        if before:
-            _apply_optimizer_in_backward(kind, module[0].parameters(), {"lr": 0.05})  # type: ignore[index]
-        ours = RingDP(module, bucket_cap_mb=0.001)
-        if not before:
-            _apply_optimizer_in_backward(kind, ours.module[0].parameters(), {"lr": 0.05})
-        for step in range(4):
-            for model in (ours, theirs):
-                loss(model, step).backward()
-            optimizer.step()
-            theirs.module[0].zero_grad()
-            assert all(parameter.grad is None for parameter in ours.module[0].parameters())
-            same(ours, theirs)
-
-
 def sink_and_sampling() -> None:
     def drive(model: DistributedDataParallel) -> None:
         for clone in (True, False):
@@ -249,40 +221,6 @@ def finalized() -> None:
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
             model._check_reducer_finalized()
-
-
-class Nested(nn.Module):
-    """Takes and returns tensors inside tensors' containers."""
-
-    def __init__(self, container: Callable[..., Any]) -> None:
-        super().__init__()
-        self.body = models.build("mlp")
-        self.spare = nn.Linear(12, 5)
-        self.container = container
-
-    def forward(self, x: Answer, *, pair: Pair) -> Any:
-        logits = self.body(x.logits) * pair.second[0]
-        extra = {"pair": Pair(logits + 1, [self.spare(x.logits)]), "none": None}
-        return self.container(logits=logits, extra=extra)
-
-
-def nested_outputs() -> None:
-    """Outputs that the loss ignores are found in dataclasses, too; DDP finds them in a dict only."""
-    wrapped = [
-        kind(Nested(container), find_unused_parameters=True)
-        for kind, container in zip(KINDS, (Answer, dict), strict=True)
-    ]
-    for step in range(4):
-        x, y = models.batch(step, dist.get_rank())
-        for model in wrapped:
-            out = model(Answer(x, {}), pair=Pair(None, [torch.tensor(0.5)]))
-            assert type(out) is model.module.container
-            found = vars(out) if isinstance(out, Answer) else out
-            pair = found["extra"]["pair"]
-            assert type(pair) is Pair
-            chosen = pair.first if step % 2 else pair.second[0]
-            (nn.functional.cross_entropy(found["logits"], y) + chosen.square().sum()).backward()
-    same(*wrapped)
 
 
 def attributes() -> None:
@@ -402,34 +340,7 @@ def logged_errors() -> None:
         assert "mark a variable ready only once" in model._get_ddp_logging_data()["error"]
 
 
-CASES = [
-    checkpointed_as_a_whole,
-    logging_data,
-    logged_errors,
-    ignored_parameters_and_buffers,
-    will_sync_buffers,
-    buffer_hooks,
-    static_graph_later,
-    another_process_group,
-    fused_optimizer,
-    optimizers_in_backward,
-    sink_and_sampling,
-    without_hooks,
-    finalized,
-    nested_outputs,
-    attributes,
-    saving,
-    delayed_all_reduce,
-    device_meshes,
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_as_ddp(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)
-
-
-def bits_of_an_optimizer_in_backward() -> None:
+def an_optimizer_in_backward_gets_the_bits_of_one_behind_it() -> None:
     plain, module = RingDP(models.build("mlp")), models.build("mlp")
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
     ours, optimizer = RingDP(module), torch.optim.SGD(plain.parameters(), lr=0.05)
@@ -441,14 +352,8 @@ def bits_of_an_optimizer_in_backward() -> None:
         assert all(map(torch.equal, ours.parameters(), plain.parameters()))
 
 
-def test_an_optimizer_in_backward_gets_the_bits_of_one_behind_it(backend: str) -> None:
-    run_ranks(bits_of_an_optimizer_in_backward, world_size=3, backend=backend)
-
-
-def joined_with_zero() -> list[Tensor]:
+def joined_with_zero() -> None:
     """One Join over the wrapper and a sharded optimizer, with uneven inputs."""
-    from torch.distributed.algorithms.join import Join
-
     results = []
     for kind in KINDS:
         model = kind(models.build("mlp"))
@@ -458,44 +363,67 @@ def joined_with_zero() -> list[Tensor]:
                 optimizer.zero_grad()
                 loss(model, step).backward()
                 optimizer.step()
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
+        results.append([parameter.detach() for parameter in model.parameters()])
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
-    return results[0]
+    assert same_everywhere([parameter.tolist() for parameter in results[0]])
 
 
-def stopped_early() -> list[int]:
+def stopped_early() -> None:
     """throw_on_early_termination: every rank stops where the first one has no more input, with DDP's error."""
-    counts: list[int] = []
-    texts: list[str] = []
+    ends = []
     for kind in KINDS:
         model = kind(models.build("mlp"))
-        done = 0
-        try:
+        done: list[int] = []
+
+        def steps(model: Any = model, done: list[int] = done) -> None:
             with model.join(throw_on_early_termination=True):
                 for step in range(2 + 2 * dist.get_rank()):
                     loss(model, step).backward()
-                    done += 1
-        except RuntimeError as error:
-            texts.append(str(error))
-        counts.append(done)
-    assert counts[0] == counts[1]
-    assert texts[0] == texts[1]
-    assert "exhausted" in texts[0]
-    return counts
+                    done.append(step)
+
+        with pytest.raises(RuntimeError, match="exhausted") as caught:
+            steps()
+        ends.append((done, str(caught.value)))
+    assert ends[0] == ends[1]
 
 
 def join_disabled() -> None:
-    alike(lambda model: _even_join(model), lambda: models.build("mlp"))
+    def drive(model: DistributedDataParallel) -> None:
+        with model.join(enable=False):
+            for step in range(3):
+                loss(model, step).backward()
+
+    alike(drive, lambda: models.build("mlp"))
 
 
-def _even_join(model: DistributedDataParallel) -> None:
-    with model.join(enable=False):
-        for step in range(3):
-            loss(model, step).backward()
+CASES = [
+    checkpointed_as_a_whole,
+    logging_data,
+    ignored_parameters_and_buffers,
+    will_sync_buffers,
+    buffer_hooks,
+    static_graph_later,
+    another_process_group,
+    fused_optimizer,
+    sink_and_sampling,
+    without_hooks,
+    attributes,
+    saving,
+    delayed_all_reduce,
+    device_meshes,
+    joined_with_zero,
+    join_disabled,
+]
 
 
-@pytest.mark.parametrize("case", [joined_with_zero, stopped_early, join_disabled])
-def test_joining(backend: str, case: Any) -> None:
-    first, second = run_ranks(case, backend=backend)
-    if case is joined_with_zero:
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
+def test_as_ddp(backend: str) -> None:
+    run_ranks(each, *CASES, backend=backend)
+
+
+def test_an_optimizer_in_backward_gets_the_bits_of_one_behind_it(backend: str) -> None:
+    run_ranks(an_optimizer_in_backward_gets_the_bits_of_one_behind_it, world_size=3, backend=backend)
+
+
+@pytest.mark.parametrize("case", [logged_errors, finalized, stopped_early])  # these leave a group that has failed
+def test_errors_as_ddps(backend: str, case: Any) -> None:
+    run_ranks(case, backend=backend)

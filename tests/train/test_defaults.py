@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -162,26 +161,22 @@ def results() -> dict[str, list[torch.Tensor] | str]:
     return found
 
 
-def differences(name: str) -> dict[str, str]:
-    """What came to be different, or raised, by the trial."""
+def the_same_bits_with_another_default() -> None:
     torch.manual_seed(0)
     wanted = results()
-    with defaults(name):
-        torch.manual_seed(0)
-        got = results()
-    wrong = {trial: one for trial, one in wanted.items() if isinstance(one, str)}
-    for trial, one in got.items():
-        before = wanted[trial]
-        if isinstance(one, str) or isinstance(before, str):
-            wrong[trial] = str(one)
-        elif not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, before, strict=True)):
-            wrong[trial] = "other bits"
-    return wrong
+    wrong = {("none", trial): one for trial, one in wanted.items() if isinstance(one, str)}
+    for name in ("float64", "bfloat16", "meta"):
+        with defaults(name):
+            torch.manual_seed(0)
+            got = results()
+        for trial, one in got.items():
+            before = wanted[trial]
+            if isinstance(one, str) or isinstance(before, str):
+                wrong[name, trial] = str(one)
+            elif not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, before, strict=True)):
+                wrong[name, trial] = "other bits"
+    assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "name", ["float64", "meta", *(pytest.param(it, marks=pytest.mark.ci) for it in ("bfloat16", "float16"))]
-)
-def test_the_same_bits_with_another_default(name: str) -> None:
-    for wrong in run_ranks(differences, name, backend="ring"):
-        assert wrong == {}
+def test_the_same_bits_with_another_default() -> None:
+    run_ranks(the_same_bits_with_another_default, backend="ring")

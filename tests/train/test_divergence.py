@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.join import Join
 
-from ringdp.errors import MismatchError
+from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import logged
-from tests.train.harness import RankFailed, backends, default_group, ring_is_built, run_outcomes, run_ranks
+from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks, same_everywhere
 from tests.train.models import Tied, convolutional, mlp
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -23,6 +29,10 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
     import ringdp
 
     return ringdp.RingDP(begun(module), **options)
+
+
+def bits(tensors: Any) -> list[Any]:
+    return [tensor.detach().view(torch.int32).tolist() for tensor in tensors]
 
 
 def begun(module: nn.Module) -> nn.Module:
@@ -43,76 +53,52 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
+def found(
+    model: Any, steps: int, change: Callable[[int], Any] = lambda number: None, optimizer: Any = None
+) -> tuple[int, Any]:
+    """Run steps, each after `change`: the one in which the guard raised, and the error."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.0)
+    for number in range(steps):
+        change(number)
+        try:
+            step(model, optimizer, number)
+        except ValueError as error:
+            return number, error
+    raise AssertionError("not found")
+
+
 def flip(tensor: Tensor, bit: int = 0) -> None:
     with torch.no_grad():
         flat = tensor.view(-1)[-1:].view(torch.int32)
         flat ^= 1 << bit
 
 
-def found_after(every: int, guilty: int, when: int, name: str, bit: int) -> tuple[int, str, Any]:
-    """In how many steps a flipped bit was found, and the error."""
-    model = wrapped(mlp(), guard_every=every, on_divergence="raise")
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    for number in range(when + 3 * every + 3):
+def on(guilty: int, when: int, tensor: Callable[[], Tensor], bit: int = 0) -> Callable[[int], Any]:
+    """For `found`: that rank's bit flips before that step."""
+
+    def change(number: int) -> None:
         if number == when and default_group().rank() == guilty:
-            flip(dict(model.module.named_parameters())[name], bit)
-        try:
-            step(model, optimizer, number)
-        except ValueError as error:
-            return number - when, str(error), error
-    raise AssertionError("not found")
+            flip(tensor(), bit)
+
+    return change
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize(
-    ("every", "when", "name", "bit"),
-    [
-        (1, 3, "0.weight", 0),
-        (2, 7, "4.bias", 31),
-        (5, 4, "2.weight", 12),
-        (20, 6, "4.bias", 1),
-        (40, 57, "0.weight", 3),
-    ],
-)
-def test_a_flipped_bit_is_found_in_time_with_its_name_and_rank(
-    backend: str, every: int, when: int, name: str, bit: int
-) -> None:
-    results = run_ranks(found_after, every, 2, when, name, bit, world_size=3, backend=backend)
-    for steps, text, error in results:
-        assert steps <= every
-        assert f"parameter '{name}' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in text
-        assert f"parameter '{name}'" == error.name
-        assert error.peer == (2 if error.rank != 2 else None)
-        assert error.step is not None
-    assert [error.rank for _, _, error in results] == [0, 1, 2]
+# On three ranks.
 
 
-def slices(every: int) -> set[int]:
-    """Flip each byte of a small module in turn; the steps that each took."""
-    took = set()
-    for place in range(1, 25, 3):
-        model = wrapped(nn.Linear(12, 1), guard_every=every, on_divergence="raise")
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        for number in range(4 * every):
-            if number == place and default_group().rank() == 1:
-                flip(model.module.weight[:, : 1 + place % 12], 7)
-            try:
-                step(model, optimizer, number)
-            except ValueError:
-                took.add(number - place)
-                break
-        else:
-            raise AssertionError(f"{place} not found")
-    return took
-
-
-def test_every_place_is_found_within_the_steps() -> None:
-    every = 23
-    for took in run_ranks(slices, every, world_size=2, backend="ring"):
-        assert max(took) <= every
+def a_flipped_bit_is_found_in_time_with_its_name_and_rank(every: int, when: int, name: str, bit: int) -> None:
+    model = wrapped(mlp(), guard_every=every, on_divergence="raise")
+    number, error = found(model, when + 3 * every + 3, on(2, when, lambda: model.module.get_parameter(name), bit))
+    assert number - when <= every
+    assert f"parameter '{name}' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in str(error)
+    assert error.name == f"parameter '{name}'"
+    assert error.rank == default_group().rank()
+    assert error.peer == (2 if error.rank != 2 else None)
+    assert error.step is not None
 
 
 def warned(action: str, rate: float = 0.01) -> tuple[list[str], list[Tensor]]:
+    """What the guard says of a bit that flips on rank 0, and the parameters after it."""
     model = wrapped(mlp(), guard_every=4, on_divergence=action)
     optimizer = torch.optim.SGD(model.parameters(), rate)
     with logged(*LOG) as lines:
@@ -121,90 +107,102 @@ def warned(action: str, rate: float = 0.01) -> tuple[list[str], list[Tensor]]:
             if number == 5 and default_group().rank() == 0:
                 flip(model.module[2].weight, 20)
         if action == "warn":  # what the guard leaves alone now is compared all the same
-            with pytest.raises(ValueError, match=r"the replicas differ: parameter '2\.weight'"):
+            with pytest.raises(MismatchError, match=r"the replicas differ: parameter '2\.weight'"):
                 model.check_replicas()
-    return lines, [parameter.detach().clone() for parameter in model.parameters()]
+    assert len(lines) == (default_group().rank() == 0 or dist.get_world_size() == 2)
+    return lines, [parameter.detach() for parameter in model.parameters()]
+
+
+def a_warning_comes_once_for_each_tensor_and_training_goes_on() -> None:
+    for line in warned("warn")[0]:
+        assert "parameter '2.weight' on rank 0 differs from that on ranks 1, 2" in line
+        assert "It is not compared again" in line
+
+
+def sync_copies_from_the_majority() -> None:
+    lines, parameters = warned("sync")
+    assert all("All ranks have the majority's from now on" in line for line in lines)
+    assert same_everywhere(bits(parameters))
+    _, parameters = warned("sync", 0.0)  # none of rank 0's, which was the odd one
+    assert all(map(torch.equal, parameters, begun(mlp()).parameters()))
+
+
+def replicas_can_be_compared_at_once() -> None:
+    model = wrapped(mlp(), guard_every=0)
+    assert model._guard is None
+    model.check_replicas()
+    if default_group().rank() == 2:
+        flip(model.module[4].weight)
+        flip(model.module[4].bias)
+    words = "parameter '4.weight' on rank 2 differs from that on ranks 0, 1, and so do 1 more of 6 tensors"
+    with pytest.raises(MismatchError, match=words):
+        model.check_replicas()
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_a_warning_comes_once_for_each_tensor_and_training_goes_on(backend: str) -> None:
-    results = run_ranks(warned, "warn", world_size=3, backend=backend)
-    for rank, (lines, _) in enumerate(results):
-        assert len(lines) == (rank == 0)
-    assert "parameter '2.weight' on rank 0 differs from that on ranks 1, 2" in results[0][0][0]
-    assert "It is not compared again" in results[0][0][0]
+def test_three_ranks(backend: str) -> None:
+    flips = [
+        (1, 3, "0.weight", 0),
+        (2, 7, "4.bias", 31),
+        (5, 4, "2.weight", 12),
+        (20, 6, "4.bias", 1),
+        (40, 57, "0.weight", 3),
+    ]
+    run_ranks(
+        each,
+        *(partial(a_flipped_bit_is_found_in_time_with_its_name_and_rank, *it) for it in flips),
+        a_warning_comes_once_for_each_tensor_and_training_goes_on,
+        sync_copies_from_the_majority,
+        replicas_can_be_compared_at_once,
+        world_size=3,
+        backend=backend,
+    )
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_sync_copies_from_the_majority(backend: str) -> None:
-    results = run_ranks(warned, "sync", world_size=3, backend=backend)
-    assert [len(lines) for lines, _ in results] == [1, 0, 0]
-    assert "All ranks have the majority's from now on" in results[0][0][0]
-    for _, parameters in results[1:]:
-        assert all(map(torch.equal, parameters, results[0][1]))
-    for _, parameters in run_ranks(warned, "sync", 0.0, world_size=3, backend=backend):
-        assert all(
-            map(torch.equal, parameters, begun(mlp()).parameters())
-        )  # and none of rank 0's, which was the odd one
+# On two ranks.
 
 
-def test_two_ranks_have_no_majority_and_take_the_lower_ones() -> None:
-    (lines, first), (_, second) = run_ranks(warned, "sync", world_size=2, backend="ring")
-    assert "parameter '2.weight' differs between rank 0 and rank 1" in lines[0]
-    assert all(map(torch.equal, first, second))
-
-
-def uneven_backwards(how: str) -> str:
+def uneven_backwards_are_found(how: str) -> None:
     model = wrapped(mlp(), guard_every=6, on_divergence="raise", broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    guilty = default_group().rank() == 1
-    try:
-        for number in range(40):
-            if guilty and number == 7:
-                if how == "forward and backward":
-                    model(batch(1, 99)).square().mean().backward()  # a step without the optimizer's
-                elif how == "backward":
-                    loss = model(batch(1, 99)).square().mean()
-                    loss.backward(retain_graph=True)
-                elif how == "no optimizer":
-                    model(batch(1, number)).square().mean().backward()
-                    optimizer.zero_grad()
-                    continue
-            step(model, optimizer, number)
-    except ValueError as error:
-        return str(error)
-    return ""
+
+    def change(number: int) -> None:
+        if default_group().rank() != 1 or number != 7:
+            return
+        model(batch(1, 99)).square().mean().backward()
+        if how == "no optimizer":
+            optimizer.zero_grad()
+
+    _, error = found(model, 40, change, optimizer)
+    assert "parameter '0.weight' differs between rank 0 and rank 1" in str(error)
 
 
 @pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("how", ["forward and backward", "backward", "no optimizer"])
+@pytest.mark.parametrize("how", ["forward and backward", "no optimizer"])
 def test_a_rank_that_ran_another_number_of_backwards_is_found(backend: str, how: str) -> None:
-    texts = run_ranks(uneven_backwards, how, world_size=2, backend=backend, timeout_s=50)
-    for text in texts:
-        assert "differ" in text
-        assert "parameter '0.weight' differs between rank 0 and rank 1" in text
+    run_ranks(uneven_backwards_are_found, how, backend=backend, timeout_s=50)
 
 
-def uneven_backwards_of_equal_replicas() -> str:
+def uneven_backwards_of_equal_replicas() -> None:
     model = wrapped(mlp(), guard_every=6, on_divergence="raise", broadcast_buffers=False)
-    try:
+    words = "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward"
+    if dist.get_backend() == "ring":  # compares the operations' names, and finds it in that step
+        words = "a second backward through one forward"
+
+    def steps() -> None:
         for number in range(40):
             loss = model(batch(0, number)).square().mean()
             if default_group().rank() == 1 and number == 7:
                 loss.backward(retain_graph=True)
             loss.backward()
-    except ValueError as error:
-        return str(error)
-    return ""
+
+    with pytest.raises(ValueError, match=words):
+        steps()
 
 
 @pytest.mark.parametrize("backend", backends())
 def test_a_backward_too_many_is_found_where_replicas_are_still_equal(backend: str) -> None:
-    for text in run_ranks(uneven_backwards_of_equal_replicas, world_size=2, backend=backend, timeout_s=50):
-        if backend == "ring":  # compares the operations' names, and finds it in that step
-            assert "a second backward through one forward" in text
-        else:
-            assert "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward" in text
+    run_ranks(uneven_backwards_of_equal_replicas, backend=backend, timeout_s=50)
 
 
 class WithBuffers(nn.Module):
@@ -222,8 +220,7 @@ class WithBuffers(nn.Module):
         return self.norm(self.linear(x))
 
 
-def quiet(case: str) -> list[str]:
-    """Some training in which all is well; what the guard said."""
+def training_as_it_should_be_is_not_disturbed(case: str) -> None:
     import ringdp
 
     options: dict[str, Any] = {"guard_every": 3, "on_divergence": "raise"}
@@ -276,59 +273,16 @@ def quiet(case: str) -> list[str]:
             optimizer.zero_grad()
         assert model._guard._looks > 10
         model.check_replicas()
-    return lines
+    assert lines == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("plain", "buffers", "broadcast", "ignored", "convolutional", "tied", "precision", "frozen"),
-        *("amp", "replaced", "accumulation", "evaluation"),
-    ],
+QUIET = (
+    *("plain", "buffers", "broadcast", "ignored", "convolutional", "tied", "precision", "frozen"),
+    *("amp", "replaced", "accumulation", "evaluation"),
 )
-@pytest.mark.parametrize("backend", backends())
-def test_training_as_it_should_be_is_not_disturbed(case: str, backend: str) -> None:
-    assert run_ranks(quiet, case, world_size=2, backend=backend) == [[], []]
 
 
-def own_buffers() -> str:
-    model = wrapped(WithBuffers(), guard_every=3, on_divergence="raise", broadcast_buffers=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    try:
-        for number in range(12):
-            step(model, optimizer, number)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_buffer_that_differs_is_named_and_batch_statistics_are_left_out() -> None:
-    for text in run_ranks(own_buffers, world_size=2, backend="ring"):
-        assert "buffer 'calls' differs between rank 0 and rank 1 (of 5 tensors)" in text
-
-
-def optimizer_state() -> str:
-    model = wrapped(mlp(), guard_every=4, on_divergence="raise")
-    optimizer = torch.optim.Adam(model.parameters(), 0.0)
-    model.guard_optimizer(optimizer)
-    try:
-        for number in range(12):
-            step(model, optimizer, number)
-            if number == 5 and default_group().rank() == 1:
-                flip(optimizer.state[model.module[4].bias]["exp_avg_sq"], 30)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_optimizer_state_is_compared_where_it_is_given() -> None:
-    for text in run_ranks(optimizer_state, world_size=2, backend="ring"):
-        assert "optimizer state 'exp_avg_sq' of '4.bias' differs between rank 0 and rank 1" in text
-
-
-def joining() -> None:
-    from torch.distributed.algorithms.join import Join
-
+def the_guard_rests_while_ranks_join_and_then_goes_on() -> None:
     model = wrapped(mlp(), guard_every=3, on_divergence="raise")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with logged(*LOG) as lines:
@@ -345,26 +299,13 @@ def joining() -> None:
             assert model._guard._looks > 0
         model.check_replicas()
     assert lines == []
-    if default_group().rank() == 0:
-        flip(model.module[2].weight, 7)
-
-    def go_on() -> None:
-        for number in range(4):
-            step(model, optimizer, number)
-
-    with pytest.raises(MismatchError, match=r"2\.weight"):
-        go_on()
+    _, error = found(model, 4, on(0, 0, lambda: model.module[2].weight, 7), optimizer)
+    assert isinstance(error, MismatchError)
+    assert error.name == "parameter '2.weight'"
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_the_guard_rests_while_ranks_join_and_then_goes_on(backend: str) -> None:
-    run_ranks(joining, world_size=2, backend=backend)
-
-
-def other_group() -> str:
+def a_group_of_ranks_with_other_numbers_of_steps_is_guarded() -> None:
     """As torchft does it: a rank that has run fewer steps comes in."""
-    import torch.distributed as dist
-
     rank = default_group().rank()
     pair, alone = dist.new_group([0, 1]), [dist.new_group([one]) for one in range(2)][rank]
     model = wrapped(mlp(), guard_every=3, on_divergence="raise")
@@ -375,104 +316,208 @@ def other_group() -> str:
     model._update_process_group(pair)
     for number in range(9):
         step(model, optimizer, number)
-    if rank == 1:
-        flip(model.module[0].weight)
-    try:
-        for number in range(5):
-            step(model, optimizer, number)
-    except ValueError as error:
-        return str(error)
-    return ""
+    _, error = found(model, 5, on(1, 0, lambda: model.module[0].weight))
+    assert "parameter '0.weight' differs between rank 0 and rank 1" in str(error)
+    assert "backwards" not in str(error)
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_a_group_of_ranks_with_other_numbers_of_steps_is_guarded(backend: str) -> None:
-    for text in run_ranks(other_group, world_size=2, backend=backend):
-        assert "parameter '0.weight' differs between rank 0 and rank 1" in text
-        assert "backwards" not in text
+def test_two_ranks(backend: str) -> None:
+    run_ranks(
+        each,
+        *(partial(training_as_it_should_be_is_not_disturbed, case) for case in QUIET),
+        the_guard_rests_while_ranks_join_and_then_goes_on,
+        a_group_of_ranks_with_other_numbers_of_steps_is_guarded,
+        backend=backend,
+    )
 
 
-def transient() -> str:
+def every_place_is_found_within_the_steps() -> None:
+    """Each byte of a small module flips in turn."""
+    every = 23
+    for place in range(1, 25, 3):
+        model = wrapped(nn.Linear(12, 1), guard_every=every, on_divergence="raise")
+        part = model.module.weight[:, : 1 + place % 12]
+        number, _ = found(model, 4 * every, on(1, place, partial(Tensor.detach, part), 7))
+        assert number - place <= every
+
+
+def two_ranks_have_no_majority_and_take_the_lower_ones() -> None:
+    lines, parameters = warned("sync")
+    assert all("parameter '2.weight' differs between rank 0 and rank 1" in line for line in lines)
+    assert same_everywhere(bits(parameters))
+
+
+def a_buffer_that_differs_is_named_and_batch_statistics_are_left_out() -> None:
+    _, error = found(wrapped(WithBuffers(), guard_every=3, on_divergence="raise", broadcast_buffers=False), 12)
+    assert "buffer 'calls' differs between rank 0 and rank 1 (of 5 tensors)" in str(error)
+
+
+def optimizer_state_is_compared_where_it_is_given() -> None:
+    model = wrapped(mlp(), guard_every=4, on_divergence="raise")
+    optimizer = torch.optim.Adam(model.parameters(), 0.0)
+    model.guard_optimizer(optimizer)
+    change = on(1, 6, lambda: optimizer.state[model.module[4].bias]["exp_avg_sq"], 30)
+    _, error = found(model, 12, change, optimizer)
+    assert "optimizer state 'exp_avg_sq' of '4.bias' differs between rank 0 and rank 1" in str(error)
+
+
+def a_difference_that_is_gone_again_is_told_as_that() -> None:
     """The bit flips back before the hashes are compared: all is hashed after step 40, and judged after step 60."""
     model = wrapped(mlp(), guard_every=40, on_divergence="raise")
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    try:
-        for number in range(80):
-            if default_group().rank() == 1 and number in (38, 45):
-                flip(model.module[2].weight, 3)
+
+    def change(number: int) -> None:
+        if default_group().rank() == 1 and number in (38, 45):
+            flip(model.module[2].weight, 3)
+
+    _, error = found(model, 80, change)
+    assert "the replicas differed and do so no longer: " in str(error)
+    assert "one of parameter '0.weight' to parameter '4.bias'" in str(error)
+
+
+def ranks_with_other_guards_are_told() -> None:
+    with pytest.raises(MismatchError) as caught:
+        wrapped(mlp(), guard_every=3 + default_group().rank())
+    assert "guard_every=3, on_divergence='raise', guard_ignore=[] on rank" in str(caught.value)
+    assert "guard_every=4" in str(caught.value)
+
+
+def a_copy_of_the_wrapper_has_its_own_guard() -> None:
+    again = copy.deepcopy(wrapped(mlp(), guard_every=10))
+    optimizer = torch.optim.SGD(again.parameters(), 0.1)
+    for number in range(25):
+        step(again, optimizer, number)
+    assert again._guard._looks == 24
+
+
+def by_default_it_can_raise_and_can_be_left_out() -> None:
+    model = wrapped(mlp(), on_divergence="raise")
+    number, error = found(model, 540, on(1, 20, lambda: model.module[2].weight, 5))
+    assert number <= 520
+    assert isinstance(error, MismatchError)
+    assert "parameter '2.weight' differs between rank 0 and rank 1" in str(error)
+    assert wrapped(mlp(), init_sync=False)._guard is None
+
+
+def a_hook_that_lets_replicas_differ_is_left_alone(name: str) -> None:
+    model = wrapped(mlp())
+    state: Any = None
+    if name == "local SGD":
+        alone = [dist.new_group([rank]) for rank in range(2)][default_group().rank()]
+        state = local_sgd.PostLocalSGDState(None, alone, start_localSGD_iter=5)
+    hooks: dict[str, Any] = {
+        "mean": default_hooks.allreduce_hook,
+        "half": default_hooks.bf16_compress_hook,
+        "none": debugging_hooks.noop_hook,
+        "local SGD": local_sgd.post_localSGD_hook,
+    }
+    model.register_comm_hook(state, hooks[name])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with logged(*LOG) as lines:
+        for number in range(60):
             step(model, optimizer, number)
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert lines == []
+    equal = name in ("mean", "half")
+    assert same_everywhere(bits(model.parameters())) == equal
+    assert (model._guard is not None) == equal
 
 
-def test_a_difference_that_is_gone_again_is_told_as_that() -> None:
-    for text in run_ranks(transient, world_size=2, backend="ring"):
-        assert "the replicas differed and do so no longer: " in text
-        assert "one of parameter '0.weight' to parameter '4.bias'" in text
+def by_default_programs_that_run_without_it_run_with_it(case: str) -> None:
+    """Programs in which ranks differ on purpose, or call forward on one rank alone."""
+    rank = default_group().rank()
+    module: nn.Module = WithBuffers() if case == "buffers" else mlp()
+    model = wrapped(module, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    with logged(*LOG) as lines:
+        for number in range(130):
+            if case == "one rank looks" and rank == 0:
+                model.eval()
+                model(batch(0, number))  # records gradients, and has no backward
+                model.train()
+            if case == "one rank looks":
+                dist.barrier()
+            if case == "micro-batches" and rank == 1:
+                with model.no_sync():
+                    model(batch(rank, 1000 + number)).square().mean().backward()
+            if case == "two backwards":
+                loss = model(batch(rank, number)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            if case == "join" and number == 60:
+                with Join([model]):
+                    for again in range(3 + 4 * rank):
+                        step(model, torch.optim.SGD(model.parameters(), 0.05), again)
+            step(model, torch.optim.SGD(model.parameters(), 0.05) if case == "join" else optimizer, number)
+    assert model._guard is not None
+    assert model._guard._number > 3
+    assert lines == []
 
 
-def checked_now() -> str:
-    model = wrapped(mlp(), guard_every=0)
-    assert model._guard is None
-    model.check_replicas()
-    if default_group().rank() == 2:
-        flip(model.module[4].weight)
-        flip(model.module[4].bias)
-    with pytest.raises(ValueError, match="4") as caught:
-        model.check_replicas()
-    return str(caught.value)
+@pytest.mark.skipif("ring" not in backends(), reason="ring is not asked for")
+def test_two_ranks_over_ring() -> None:
+    run_ranks(
+        each,
+        every_place_is_found_within_the_steps,
+        two_ranks_have_no_majority_and_take_the_lower_ones,
+        a_buffer_that_differs_is_named_and_batch_statistics_are_left_out,
+        optimizer_state_is_compared_where_it_is_given,
+        a_difference_that_is_gone_again_is_told_as_that,
+        ranks_with_other_guards_are_told,
+        a_copy_of_the_wrapper_has_its_own_guard,
+        by_default_it_can_raise_and_can_be_left_out,
+        *(partial(a_hook_that_lets_replicas_differ_is_left_alone, it) for it in ("mean", "half", "none", "local SGD")),
+        *(
+            partial(by_default_programs_that_run_without_it_run_with_it, case)
+            for case in ("buffers", "one rank looks", "micro-batches", "two backwards", "join")
+        ),
+        backend="ring",
+    )
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_replicas_can_be_compared_at_once(backend: str) -> None:
-    for text in run_ranks(checked_now, world_size=3, backend=backend):
-        assert "parameter '4.weight' on rank 2 differs from that on ranks 0, 1, and so do 1 more of 6 tensors" in text
+def by_default(when: int, steps: int) -> tuple[list[str], int]:
+    """What the guard that nobody asked for logs, and the step after which it did."""
+    model = wrapped(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    change = on(2, when, lambda: model.module[2].weight, 5)
+    seen = 0
+    with logged(*LOG) as lines:
+        for number in range(steps):
+            change(number)
+            step(model, optimizer, number)
+            if lines and not seen:
+                seen = number - when
+    return lines, seen
 
 
-def other_options() -> None:
-    wrapped(mlp(), guard_every=3 + default_group().rank())
+@pytest.mark.parametrize("when", [0, 560])
+def test_by_default_a_flipped_bit_is_told_once_and_training_goes_on(when: int) -> None:
+    results = run_ranks(by_default, when, when + 510, world_size=3, backend="ring")
+    assert [len(lines) for lines, _ in results] == [1, 0, 1]
+    for rank in (0, 2):
+        (line,), steps = results[rank]
+        assert "parameter '2.weight' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in line
+        assert steps <= 500
 
 
-def test_ranks_with_other_guards_are_told() -> None:
-    outcomes = run_outcomes(other_options, world_size=2, backend="ring")
-    for outcome in outcomes:
-        assert "guard_every=3, on_divergence='raise', guard_ignore=[] on rank" in str(outcome.error)
-        assert "guard_every=4" in str(outcome.error)
-
-
-def refused(options: dict[str, Any]) -> None:
-    wrapped(mlp(), **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def arguments_that_cannot_be_used_are_refused() -> None:
+    for options, words in [
         ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, or None, not -1"),
         ({"guard_every": True}, "guard_every must be"),
         ({"guard_every": 1.5}, "guard_every must be"),
         ({"on_divergence": "stop"}, "on_divergence must be one of 'raise', 'warn', 'sync', not 'stop'"),
         ({"guard_ignore": "0.weight"}, "guard_ignore must be a list of names or patterns"),
         ({"guard_ignore": ["nothing.*"]}, "has 'nothing.*', which fits no parameter and no buffer"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(refused, options, world_size=1, backend="gloo")
-    assert words in str(failed.value)
+    ]:
+        with pytest.raises(InvalidArgumentError) as caught:
+            wrapped(mlp(), **options)  # type: ignore[arg-type]
+        assert words in str(caught.value)
 
 
-def copied() -> bool:
-    model = wrapped(mlp(), guard_every=10)
-    again = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(again.parameters(), 0.1)
-    for number in range(25):
-        step(again, optimizer, number)
-    return bool(again._guard._looks == 24)
-
-
-def test_a_copy_of_the_wrapper_has_its_own_guard() -> None:
-    assert run_ranks(copied, world_size=2, backend="ring") == [True, True]
+def test_arguments_that_cannot_be_used_are_refused() -> None:
+    run_ranks(arguments_that_cannot_be_used_are_refused, world_size=1)
 
 
 def test_what_no_plain_memory_holds_is_left_out_and_the_parts_of_others_are_compared() -> None:
@@ -514,122 +559,3 @@ def test_the_hash_of_parts_adds_up_over_any_cut() -> None:
     )
     with pytest.raises(ValueError, match="tensor 0 is Sparse"):
         _C.ReplicaHash([torch.eye(3).to_sparse()])
-
-
-def by_default(options: dict[str, Any], guilty: int, when: int, steps: int) -> tuple[list[str], int]:
-    """What the guard that nobody asked for logs, and the step after which it did."""
-    model = wrapped(mlp(), **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    found = 0
-    with logged(*LOG) as lines:
-        for number in range(steps):
-            if number == when and default_group().rank() == guilty:
-                flip(model.module[2].weight, 5)
-            step(model, optimizer, number)
-            if lines and not found:
-                found = number - when
-    return lines, found
-
-
-def test_by_default_a_flipped_bit_is_told_once_and_training_goes_on() -> None:
-    for when in (0, 35, 700):
-        results = run_ranks(by_default, {}, 2, when, when + 540, world_size=3, backend="ring")
-        assert [len(lines) for lines, _ in results] == [1, 0, 1]
-        for rank in (0, 2):
-            (line,), steps = results[rank]
-            assert "parameter '2.weight' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in line
-            assert steps <= 500
-
-
-def test_by_default_it_can_raise() -> None:
-    outcomes = run_outcomes(by_default, {"on_divergence": "raise"}, 1, 20, 540, world_size=2, backend="ring")
-    for outcome in outcomes:
-        assert isinstance(outcome.error, MismatchError)
-        assert "parameter '2.weight' differs between rank 0 and rank 1" in str(outcome.error)
-
-
-@pytest.mark.parametrize("options", [{"guard_every": 0}, {"init_sync": False}, {"guard_ignore": ["2.*"]}])
-def test_it_can_be_left_out(options: dict[str, Any]) -> None:
-    assert run_ranks(by_default, options, 1, 20, 540, world_size=2, backend="ring") == [([], 0)] * 2
-
-
-def hooked(name: str) -> tuple[bool, list[str]]:
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
-
-    model = wrapped(mlp())
-    state: Any = None
-    hook: Any = default_hooks.allreduce_hook
-    if name == "half":
-        hook = default_hooks.bf16_compress_hook
-    elif name == "none":
-        hook = debugging_hooks.noop_hook
-    elif name == "local SGD":
-        hook = local_sgd.post_localSGD_hook
-        alone = [dist.new_group([rank]) for rank in range(2)][default_group().rank()]
-        state = local_sgd.PostLocalSGDState(None, alone, start_localSGD_iter=5)
-    model.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with logged(*LOG) as lines:
-        for number in range(60):
-            step(model, optimizer, number)
-        different = len({float(one) for one in _sums(model)}) > 1
-    assert different == (name in ("none", "local SGD"))
-    return model._guard is not None, lines
-
-
-def _sums(model: Any) -> list[Tensor]:
-    import torch.distributed as dist
-
-    mine = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()]).sum().reshape(1)
-    sums = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sums, mine)
-    return sums
-
-
-@pytest.mark.parametrize(("name", "guarded"), [("mean", True), ("half", True), ("none", False), ("local SGD", False)])
-def test_a_hook_that_lets_replicas_differ_is_left_alone(name: str, guarded: bool) -> None:
-    assert run_ranks(hooked, name, world_size=2, backend="ring") == [(guarded, [])] * 2
-
-
-def normal_by_default(case: str) -> list[str]:
-    """Programs in which ranks differ on purpose, or call forward on one rank alone."""
-    import torch.distributed as dist
-    from torch.distributed.algorithms.join import Join
-
-    rank = default_group().rank()
-    module: nn.Module = WithBuffers() if case == "buffers" else mlp()
-    model = wrapped(module, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    with logged(*LOG) as lines:
-        for number in range(130):
-            if case == "one rank looks" and rank == 0:
-                model.eval()
-                model(batch(0, number))  # records gradients, and has no backward
-                model.train()
-            if case == "one rank looks":
-                dist.barrier()
-            if case == "micro-batches" and rank == 1:
-                with model.no_sync():
-                    model(batch(rank, 1000 + number)).square().mean().backward()
-            if case == "two backwards":
-                loss = model(batch(rank, number)).square().mean()
-                loss.backward(retain_graph=True)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                continue
-            if case == "join" and number == 60:
-                with Join([model]):
-                    for again in range(3 + 4 * rank):
-                        step(model, torch.optim.SGD(model.parameters(), 0.05), again)
-            step(model, torch.optim.SGD(model.parameters(), 0.05) if case == "join" else optimizer, number)
-    assert model._guard is not None
-    assert model._guard._number > 3
-    return lines
-
-
-@pytest.mark.parametrize("case", ["buffers", "one rank looks", "micro-batches", "two backwards", "join"])
-def test_by_default_programs_that_run_without_it_run_with_it(case: str) -> None:
-    assert run_ranks(normal_by_default, case, world_size=2, backend="ring") == [[], []]

@@ -71,11 +71,11 @@ def detach_in_place(run: Run, model: Any, step: int) -> None:
         parameter.grad.add_(0.01)
 
 
-def clip(run: Run, model: Any, step: int, *, foreach: bool | None = None, norm: float | None = 0.1) -> None:
+def clip(run: Run, model: Any, step: int, *, norm: float | None = 0.1) -> None:
     if norm is None:
-        nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=foreach)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
     else:
-        run.keep("norm", nn.utils.clip_grad_norm_(model.parameters(), norm, foreach=foreach))
+        run.keep("norm", nn.utils.clip_grad_norm_(model.parameters(), norm))
 
 
 # autograd.
@@ -314,7 +314,7 @@ def autocast(run: Run, model: Any) -> None:
 # Communication hooks.
 
 
-def with_hook(run: Run, model: Any, *, hook: str, steps: int = 4) -> None:
+def with_hook(run: Run, model: Any, *, hook: str, steps: int = 3) -> None:
     from torch._C._distributed_c10d import BuiltinCommHookType
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # importing compiles scripts
 

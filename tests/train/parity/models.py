@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from tests.train import models
 
@@ -116,10 +116,10 @@ class Twice(nn.Module):
 class Checkpointed(nn.Module):
     """Layers under activation checkpointing, `times` times each."""
 
-    def __init__(self, *, reentrant: bool, times: int = 1, dropout: float = 0.0, unused: bool = False) -> None:
+    def __init__(self, *, reentrant: bool, times: int = 1, unused: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(12, 12)
-        self.middle = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 12))
+        self.middle = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
         self.last = nn.Linear(12, 5)
         self.spare = nn.Linear(12, 5) if unused else None
         self.reentrant = reentrant
@@ -130,18 +130,6 @@ class Checkpointed(nn.Module):
         for _ in range(self.times):
             hidden = checkpoint(self.middle, hidden, use_reentrant=self.reentrant)
         output: Tensor = self.last(hidden)
-        return output
-
-
-class CheckpointedSequence(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12)
-        self.rest = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint_sequential(self.rest, 2, self.first(x), use_reentrant=self.reentrant)
         return output
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from tests.train import models
 from tests.train.parity.models import Feed, layers
@@ -149,10 +149,10 @@ def batch_norm() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.cells = getattr(nn, kind)(4, 6, num_layers=2, batch_first=True, bidirectional=kind == "LSTM")
-        self.head = nn.Linear(12 if kind == "LSTM" else 6, 5)
+        self.cells = nn.LSTM(4, 6, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         self.cells.flatten_parameters()
@@ -174,21 +174,9 @@ class Attention(nn.Module):
         return output
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).t()
-
-
 def parametrized(kind: str) -> nn.Module:
     model = layers()
-    if kind == "weight_norm":
-        parametrizations.weight_norm(model[0])
-    elif kind == "spectral_norm":
-        parametrizations.spectral_norm(model[2])
-    elif kind == "orthogonal":
-        parametrizations.orthogonal(model[2])
-    else:
-        parametrize.register_parametrization(model[2], "weight", Symmetric())
+    getattr(parametrizations, kind)(model[2])
     return model
 
 

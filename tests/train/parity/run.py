@@ -136,7 +136,7 @@ class Run:
         feed = getattr(module, "feed", _feed)
         objective = getattr(module, "objective", _objective)
         for rank in self.parts:
-            torch.manual_seed(1000 * step + rank)
+            torch.default_generator.manual_seed(1000 * step + rank)  # the other devices' take longer than a step
             args, kwargs, target = feed(step, rank)
             yield objective(model(*args, **kwargs), target) / len(self.parts)
 

@@ -33,7 +33,7 @@ def train(
     run: Run,
     model: Any,
     *,
-    steps: int = 4,
+    steps: int = 3,
     optimizer: Callable[[Run, nn.Module], Any] = sgd,
     zero: bool | str = True,
     by_model: bool = False,

@@ -93,7 +93,7 @@ UNUSED_PARAMETERS = [
     case("unused on some ranks", branches(last_rank), **UNUSED),
     case("unused by turns of steps", branches(by_step), **UNUSED),
     case("unused by turns of steps and ranks", branches(by_step_and_rank), **UNUSED),
-    case("unused at first", branches(later), **UNUSED),
+    case("unused at first", branches(later), partial(s.train, steps=4), **UNUSED),
     case("unused by default", branches(last_rank), theirs=UNUSED),
     case("unused in views", branches(last_rank), gradient_as_bucket_view=True, **UNUSED),
     case("unused, gradients add up", branches(by_step), adds_up, **UNUSED),
@@ -137,10 +137,6 @@ CHECKPOINTS = [
     case("checkpoint with unused, static", partial(reentrant, times=2, unused=True), **STATIC),
     case("checkpoint, unused looked for", partial(plainly, unused=True), **UNUSED),
     case("checkpoint, reentrant, unused looked for", reentrant, **TWICE, **UNUSED),
-    case("checkpoint with dropout", partial(plainly, dropout=0.3)),
-    case("checkpoint with dropout, reentrant", partial(reentrant, dropout=0.3)),
-    case("checkpoint_sequential", partial(m.CheckpointedSequence, reentrant=False)),
-    case("checkpoint_sequential, reentrant", partial(m.CheckpointedSequence, reentrant=True)),
     case("checkpoint and no_sync", plainly, s.accumulate),
     case("checkpoint, static, no_sync", partial(reentrant, times=2), partial(s.accumulate, sync_first=True), **STATIC),
 ]  # fmt: skip
@@ -238,11 +234,8 @@ USERS_GRADIENTS = [
     case("kept", m.layers, partial(s.train, after=g.keep_gradients)),
     case("detached in place", m.layers, partial(s.train, after=g.detach_in_place)),
     case("clipped by norm", m.layers, partial(s.train, after=g.clip)),
-    case("clipped by norm, foreach", m.layers, partial(s.train, after=partial(g.clip, foreach=True))),
-    case("clipped by norm, one by one", m.layers, partial(s.train, after=partial(g.clip, foreach=False))),
     case("clipped by infinity norm", m.layers, partial(s.train, after=partial(g.clip, norm=float("inf")))),
     case("clipped by value", m.layers, partial(s.train, after=partial(g.clip, norm=None))),
-    case("clipped by value, one by one", m.layers, partial(s.train, after=partial(g.clip, norm=None, foreach=False))),
 ]  # fmt: skip
 
 OPTIMIZERS = [
@@ -264,7 +257,7 @@ OUTPUTS = [
     *(case(f"output: {kind}, unused looked for", partial(n.Returning, kind), **UNUSED) for kind in n.FOUND_OUTPUTS),
     *(case(f"output: {kind}, static", partial(n.Returning, kind), **STATIC, ddp=kind != "dataclass",
            why="" if kind != "dataclass" else "DDP does not find the tensors, and its first step stays local")
-      for kind in n.FOUND_OUTPUTS),
+      for kind in ("nested", "dataclass")),
     case("output: the loss", n.LossInside),
     case("output: the loss, unused looked for", n.LossInside, **UNUSED),
 ]  # fmt: skip
@@ -283,11 +276,11 @@ BUFFERS = [
 ]  # fmt: skip
 
 LAYERS = [
-    *(case(kind, partial(n.Recurrent, kind)) for kind in ("RNN", "LSTM", "GRU")),
+    case("LSTM", n.Recurrent),
     case("attention", n.Attention),
     *(case(f"parametrization: {kind}", partial(n.parametrized, kind), alone=kind != "spectral_norm",
            why="" if kind != "spectral_norm" else "one process iterates once per part")
-      for kind in ("weight_norm", "spectral_norm", "orthogonal", "symmetric")),
+      for kind in ("weight_norm", "spectral_norm")),
     case("containers", n.Containers),
 ]  # fmt: skip
 
