@@ -13,7 +13,7 @@ import pytest
 
 from tests.clients.both import assert_same
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks, ring_is_built, run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -148,7 +148,8 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
 # Names and options of torch.distributed.checkpoint.state_dict.
 
 
-def names() -> None:
+@on_ranks()
+def test_names_have_no_prefix() -> None:
     for wrap in (RingDP, lambda module: torch.compile(RingDP(module), backend="eager")):
         model = wrap(build(1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -161,11 +162,8 @@ def names() -> None:
     torch._dynamo.reset()
 
 
-def test_names_have_no_prefix() -> None:
-    run_ranks(names, backend="ring")
-
-
-def options() -> None:
+@on_ranks()
+def test_options_of_state_dicts() -> None:
     model, optimizer = made("RingDP", 1)
     train(model, optimizer)
     # full, to the CPU: rank 0 has it all, the others nothing
@@ -188,10 +186,6 @@ def options() -> None:
     assert list(part) == NAMES[-2:]
     set_model_state_dict(fresh, dict(part), options=StateDictOptions(strict=False))
     assert torch.equal(fresh.module[3].weight, model.module[3].weight)
-
-
-def test_options_of_state_dicts() -> None:
-    run_ranks(options, backend="ring")
 
 
 # Averages of models, vectors of parameters.

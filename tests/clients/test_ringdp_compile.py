@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks, ring_is_built, run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -181,7 +181,8 @@ def test_graphs_are_split_where_buckets_end() -> None:
 # A backward that is compiled as one graph, too.
 
 
-def compiled_backward() -> None:
+@on_ranks()
+def test_compiled_backward() -> None:
     eager_model = RingDP(small())
     eager = train(eager_model, eager_model, 12, quiet_step=None)
     compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
@@ -202,14 +203,11 @@ def compiled_backward() -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_backward() -> None:
-    run_ranks(compiled_backward, backend="ring")
-
-
 # Guards.
 
 
-def pickled_guards() -> None:
+@on_ranks()
+def test_guards_on_the_wrapper_are_pickled() -> None:
     from torch._dynamo.guards import GuardsStatePickler
 
     model = RingDP(small())
@@ -220,7 +218,3 @@ def pickled_guards() -> None:
     assert type(again) is DistributedDataParallel, "without a reducer, as torch does it with DDP"
     assert again.module.layers[0].in_features == 12
     assert again.forward_sync_buffers
-
-
-def test_guards_on_the_wrapper_are_pickled() -> None:
-    run_ranks(pickled_guards, backend="ring")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks, ring_is_built, run_ranks
 
 torch: Any = need("torch")
 from torch import nn  # noqa: E402
@@ -79,7 +79,9 @@ def test_wrapped_pipeline_stages_train_as_one_process() -> None:
         assert max(differences.values()) < 1e-6, f"rank {rank}: {differences}"
 
 
-def backward_in_halves() -> None:
+@on_ranks()
+def test_a_backward_in_two_halves_is_refused() -> None:
+    """Nothing would be averaged, and nobody told."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     model = RingDP(nn.Linear(4, 4))
@@ -89,11 +91,6 @@ def backward_in_halves() -> None:
         stage_backward_input([output], [torch.ones(3, 4)], [x], model.parameters())
     with pytest.raises(RuntimeError, match=r"split in two halves.*Use a schedule with whole backwards: ScheduleGPipe"):
         model.reducer.prepare_for_backward([output])  # what torch's stage calls before the half of the weights
-
-
-def test_a_backward_in_two_halves_is_refused() -> None:
-    """Nothing would be averaged, and nobody told."""
-    run_ranks(backward_in_halves, backend="ring")
 
 
 # Tensor parallelism inside.
@@ -232,7 +229,8 @@ def test_checkpoints_of_sharded_parameters(tmp_path: Any) -> None:
 # What cannot be averaged.
 
 
-def refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -249,7 +247,3 @@ def refusals() -> None:
         ours(torch.ones(2, 20))
     with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
         RingDP(switching(), device_mesh=mesh)
-
-
-def test_refusals() -> None:
-    run_ranks(refusals, world_size=4, backend="ring")

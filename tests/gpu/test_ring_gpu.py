@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contract import test_collectives_torch as contract
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -170,7 +170,8 @@ def test_streams_and_memory(case: Callable[[], None]) -> None:
 # --- CUDA graphs
 
 
-def refuses_capture() -> None:
+@on_ranks()
+def test_capturing_a_cuda_graph_is_refused_in_words() -> None:
     x = torch.ones(1000, device="cuda")
     dist.all_reduce(x)
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +179,3 @@ def refuses_capture() -> None:
         dist.all_reduce(x)
     dist.all_reduce(x)  # and the group goes on
     assert bool((x == dist.get_world_size() ** 2).all())
-
-
-def test_capturing_a_cuda_graph_is_refused_in_words() -> None:
-    run_ranks(refuses_capture, world_size=2, backend="ring")

@@ -3,6 +3,9 @@
     from tests.train.harness import run_ranks
     results = run_ranks(case, 3.0, world_size=2, backend="gloo")     # [what rank 0 returned, what rank 1 returned]
 
+    @on_ranks(2)
+    def test_it() -> None: ...                                       # all of the test is what each rank does
+
 `case` is a module-level function of an importable module (`tests.train.test_x`); it is called on every rank with the
 default process group initialised (``backend=None``: without one). Arguments and results are pickled.
 The processes stay for the next call; one that failed, died or hung is killed, with its whole group, and the next call
@@ -15,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import multiprocessing.connection as connection
 import os
@@ -23,7 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +99,28 @@ def run_outcomes(
     if any(outcome.text is not None for outcome in outcomes):
         group.kill()  # what a failed function leaves behind is not worth finding out
     return outcomes
+
+
+def on_ranks(
+    world_size: int | Sequence[int] = 2,
+    *,
+    backend: str | Sequence[str] | None = "ring",
+    timeout_s: float = 60.0,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of what every rank does, with each of the world sizes over each of the backends."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            for size in [world_size] if isinstance(world_size, int) else world_size:
+                for name in [backend] if backend is None or isinstance(backend, str) else backend:
+                    run_ranks(function, world_size=size, backend=name, timeout_s=timeout_s, **arguments)
+
+        test.on_rank = function  # type: ignore[attr-defined]  # by this name the ranks find it
+        function.__qualname__ += ".on_rank"
+        return test
+
+    return decorate
 
 
 def backends() -> list[str]:

@@ -20,9 +20,7 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
 from tests.train import models
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -94,6 +92,7 @@ def like_one_process(**arguments: Any) -> None:
             assert seen[-1] == NAMES - frozen
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -111,7 +110,8 @@ def test_what_is_frozen_is_not_sent_and_what_is_unfrozen_is(backend: str, argume
     run_ranks(like_one_process, backend=backend, **arguments)
 
 
-def between_accumulation_steps() -> None:
+@on_ranks(backend=backends())
+def test_between_accumulation_steps() -> None:
     """What a parameter got under no_sync before it was frozen is averaged, once; frozen layers get nothing more."""
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
     train(ours, local_loss, range(2), frozen=set())
@@ -137,7 +137,8 @@ def between_accumulation_steps() -> None:
         assert parameter.grad.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
 
 
-def only_one_rank_has_something_left() -> None:
+@on_ranks(backend=backends())
+def test_only_one_rank_has_something_left() -> None:
     """Under no_sync rank 1 alone used the layer: rank 0 has no gradient there, and gets the mean as well."""
     ours = RingDP(nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}))
     ours.module.forward = lambda x, which: sum(ours.module[name](x).sum() for name in which)
@@ -149,12 +150,8 @@ def only_one_rank_has_something_left() -> None:
     torch.testing.assert_close(ours.module["a"].weight.grad, torch.full((1, 2), 2.0))
 
 
-@pytest.mark.parametrize("case", [between_accumulation_steps, only_one_rank_has_something_left])
-def test_frozen_between_accumulation_steps(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
-
-
-def everything_frozen() -> None:
+@on_ranks(backend=backends())
+def test_everything_frozen() -> None:
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
     for phase, frozen in enumerate([set(), NAMES, set()]):
         steps = range(10 * phase, 10 * phase + 2)
@@ -175,7 +172,8 @@ def everything_frozen() -> None:
             same(ours, alone)
 
 
-def copies() -> None:
+@on_ranks(backend=backends())
+def test_copies() -> None:
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     train(ours, local_loss, range(2), frozen=set())
     train(alone, joined_loss, range(2), frozen=set())
@@ -194,7 +192,8 @@ def copies() -> None:
             same(other, reference)
 
 
-def seen_when_it_counts() -> None:
+@on_ranks(backend=backends())
+def test_seen_when_it_counts() -> None:
     """Neither evaluation nor a forward under no_sync asks the other ranks; the next forward that synchronises does."""
     ours = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     local_loss(ours, 0).backward()
@@ -214,7 +213,8 @@ def seen_when_it_counts() -> None:
     torch.testing.assert_close(mine / dist.get_world_size(), ours.module[2].weight.grad)
 
 
-def before_the_backward() -> None:
+@on_ranks(backend=backends())
+def test_before_the_backward() -> None:
     """Two forwards before one backward, frozen in between: the old graph's gradient for it is left out."""
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     for model, loss in ((ours, local_loss), (alone, joined_loss)):
@@ -227,11 +227,6 @@ def before_the_backward() -> None:
             assert other.grad is None
         else:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("case", [everything_frozen, copies, seen_when_it_counts, before_the_backward])
-def test_around_freezing(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
 
 
 def all_are_here() -> None:
@@ -259,6 +254,7 @@ def disagree(frozen: list[list[str]]) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_ranks_that_disagree_get_the_names(backend: str) -> None:
     lists = [["0.weight"], ["0.weight", "2.bias"], ["0.weight", "2.bias", "4.weight"]]
     for outcome in run_outcomes(disagree, lists, world_size=3, backend=backend):
@@ -272,6 +268,7 @@ def test_ranks_that_disagree_get_the_names(backend: str) -> None:
             assert "4.weight requires grad on ranks 0, 1 and not on rank 2." in text
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_a_rank_that_froze_alone(backend: str) -> None:
     if backend == "gloo":
         pytest.skip("gloo's operations have no names: the ranks would wait for each other")

@@ -20,9 +20,7 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.compressed import Steps, compressor_id
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
 
 Change = Callable[[nn.Module], None]
 
@@ -162,17 +160,20 @@ def like_one_process(names: list[str], arguments: dict[str, Any]) -> None:
         assert named == {one for one, it in wrapper.module.named_parameters() if it.requires_grad}
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_module_trains_like_one_process(backend: str, change: Change) -> None:
     run_ranks(like_one_process, [change.__name__], {}, backend=backend)
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_whatever_the_wrapper_was_told(backend: str, arguments: dict[str, Any]) -> None:
     run_ranks(like_one_process, ["weight", "head", "assigned"], arguments, backend=backend)
 
 
-def around() -> None:
+@on_ranks(backend=backends())
+def test_around() -> None:
     """Where nothing is to be averaged nothing is asked; what was accumulated before stays; copies follow, too."""
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
 
@@ -209,7 +210,8 @@ def around() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def in_functional_call() -> None:
+@on_ranks(backend=backends())
+def test_in_functional_call() -> None:
     """Tensors that autograd made of the parameters are no new parameters: the gradients reach those that there are."""
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     layouts = []
@@ -224,7 +226,8 @@ def in_functional_call() -> None:
     assert layouts[1], "the buckets were laid out anew"
 
 
-def structure_only() -> None:
+@on_ranks(backend=backends())
+def test_structure_only() -> None:
     """Layers without parameters, or the same parameters in another order: nothing to agree about."""
     ours = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     train(ours, own_batch, range(2))
@@ -236,18 +239,14 @@ def structure_only() -> None:
     assert ours.reducer.rebuilt()
 
 
-def own_values() -> None:
+@on_ranks(backend=backends())
+def test_own_values() -> None:
     """With init_sync=False new parameters keep the values that their rank gave them."""
     ours = RingDP(models.build("mlp"), init_sync=False)
     weight(ours.module)
     x, _ = own_batch(0)
     ours(x).sum().backward()
     assert torch.equal(ours.module[2].weight, fresh(40, 40))
-
-
-@pytest.mark.parametrize("case", [around, in_functional_call, structure_only, own_values])
-def test_around_a_change(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
 
 
 def all_are_here() -> None:
@@ -281,6 +280,7 @@ def other_type(model: Any) -> None:
     model[2].weight = nn.Parameter(fresh(40, 40).double())
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     "changes",
     [["weight", "", ""], ["weight", "weight_of_another", "weight"], ["weight", "weight", "other_type"]],
@@ -325,6 +325,7 @@ def refused_by_one() -> tuple[str, float]:
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_what_one_rank_refuses_all_hear(backend: str) -> None:
     (own, _), (others, took) = run_ranks(refused_by_one, backend=backend)
     assert own.startswith("InvalidArgumentError: since the last forward 2.weight was replaced")
@@ -336,6 +337,7 @@ def test_what_one_rank_refuses_all_hear(backend: str) -> None:
     assert took < 10
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_what_cannot_be_followed_is_refused(backend: str) -> None:
     [text, _] = run_ranks(refused, "mixed_precision", backend=backend)
     assert text.startswith(
@@ -377,6 +379,7 @@ def wider_head(model: Any) -> None:
     model[4] = linear(50, 5)
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("change", [first_weight, wider_head])
 @pytest.mark.parametrize("compression", ["int4", Steps(), "topk"], ids=compressor_id)
 def test_what_compression_remembers_stays_with_the_names(backend: str, compression: Any, change: Change) -> None:
@@ -422,6 +425,7 @@ def replaced_by_a_hook() -> list[str]:
     return told
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_what_forward_itself_replaces_is_refused(backend: str) -> None:
     for told in run_ranks(replaced_by_a_hook, backend=backend):
         assert "while forward ran 2.weight was replaced" in told[0]

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
 
 
 def linear(seed: int) -> nn.Linear:
@@ -43,7 +41,8 @@ def check(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, mean, rtol=1e-5, atol=1e-6)
 
 
-def two_wrappers() -> None:
+@on_ranks(backend=backends())
+def test_two_wrappers() -> None:
     """One loss through both; then one of them alone; buckets small enough that they leave in turn."""
     one, two = linear(0), linear(1)
     a, b = RingDP(one, bucket_cap_mb=0.0001), RingDP(two, bucket_cap_mb=0.0001)
@@ -75,26 +74,6 @@ class Scaled(nn.Module):
         return result
 
 
-def one_inside_another(large: bool) -> None:
-    """The inner one's parameters are averaged by both, at the same time: the mean of equal means."""
-    inner, outer = Scaled(1 << 20 if large else 4), linear(1)  # the large one is a bucket by itself
-    wrapped = RingDP(nn.Sequential(outer, nn.Tanh(), RingDP(inner)), bucket_cap_mb=0.0001)
-    parameters = [*outer.parameters(), *inner.parameters()]
-    accumulated: list[Tensor] = []
-    for step in range(5):
-        if step != 3:
-            wrapped.zero_grad(set_to_none=step != 2)
-            accumulated = []
-        expected = mean_over_ranks(
-            lambda rank: inner(outer(inputs(step, rank)).tanh()).pow(2).sum(),  # noqa: B023
-            parameters,
-        )
-        wrapped(inputs(step, dist.get_rank())).pow(2).sum().backward()
-        accumulated = [a + b for a, b in zip(accumulated, expected, strict=True)] if accumulated else expected
-        check(parameters, accumulated)
-    assert {"0.weight", "2.module.layer.weight"} <= {name for name, _ in wrapped.module.named_parameters()}
-
-
 class Both(nn.Module):
     def __init__(self, shared: nn.Module, own: nn.Module) -> None:
         super().__init__()
@@ -106,7 +85,8 @@ class Both(nn.Module):
         return result
 
 
-def shared_by_two() -> None:
+@on_ranks(backend=backends())
+def test_shared_by_two() -> None:
     """A layer in two wrapped models: both in one loss, each alone, and after one of them is gone."""
     shared, one, two = linear(0), linear(1), linear(2)
     first = RingDP(Both(shared, one), bucket_cap_mb=0.0001)
@@ -140,7 +120,8 @@ def shared_by_two() -> None:
     check(mine, mean_over_ranks(lambda rank: first.module(inputs(6, rank)).sum(), mine))
 
 
-def in_another_thread() -> None:
+@on_ranks(backend=backends())
+def test_in_another_thread() -> None:
     """Forward here, backward there; and two threads with a wrapper each, on groups of their own."""
     model = RingDP(linear(0), bucket_cap_mb=0.0001)
     parameters = [*model.parameters()]
@@ -174,7 +155,8 @@ def in_another_thread() -> None:
         check(mine, mean_over_ranks(lambda rank: one.module(inputs(4, rank)).pow(2).sum(), mine))  # noqa: B023
 
 
-def deleted_in_the_middle() -> None:
+@on_ranks(backend=backends())
+def test_deleted_in_the_middle() -> None:
     """A wrapper that goes while its graph lives, after a step has laid out its buckets; another takes its place."""
     module = linear(0)
     model = RingDP(module, bucket_cap_mb=0.0001)
@@ -195,15 +177,26 @@ def deleted_in_the_middle() -> None:
     check(parameters, mean_over_ranks(lambda rank: module(inputs(2, rank)).sum(), parameters))
 
 
-@pytest.mark.filterwarnings("error:.*without gradient")
-@pytest.mark.parametrize("case", [two_wrappers, shared_by_two, in_another_thread, deleted_in_the_middle])
-def test_wrappers_in_each_others_way(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
-
-
 @pytest.mark.parametrize("large", [False, True])
-def test_one_inside_another(backend: str, large: bool) -> None:
-    run_ranks(one_inside_another, large, backend=backend)
+@on_ranks(backend=backends())
+def test_one_inside_another(large: bool) -> None:
+    """The inner one's parameters are averaged by both, at the same time: the mean of equal means."""
+    inner, outer = Scaled(1 << 20 if large else 4), linear(1)  # the large one is a bucket by itself
+    wrapped = RingDP(nn.Sequential(outer, nn.Tanh(), RingDP(inner)), bucket_cap_mb=0.0001)
+    parameters = [*outer.parameters(), *inner.parameters()]
+    accumulated: list[Tensor] = []
+    for step in range(5):
+        if step != 3:
+            wrapped.zero_grad(set_to_none=step != 2)
+            accumulated = []
+        expected = mean_over_ranks(
+            lambda rank: inner(outer(inputs(step, rank)).tanh()).pow(2).sum(),  # noqa: B023
+            parameters,
+        )
+        wrapped(inputs(step, dist.get_rank())).pow(2).sum().backward()
+        accumulated = [a + b for a, b in zip(accumulated, expected, strict=True)] if accumulated else expected
+        check(parameters, accumulated)
+    assert {"0.weight", "2.module.layer.weight"} <= {name for name, _ in wrapped.module.named_parameters()}
 
 
 class Raise(torch.autograd.Function):
@@ -244,6 +237,7 @@ def one_rank_raises() -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_one_rank_leaves_its_backward(backend: str) -> None:
     if backend == "gloo":
         pytest.skip("gloo's operations have no names: the other ranks wait")
@@ -314,6 +308,7 @@ def part_of_its_bucket(value: bool | None) -> None:
     torch.testing.assert_close(seen, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_memory_of_gradients(backend: str) -> None:
     run_ranks(memory_of_its_own, backend=backend)
     for value in (None, True):

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
 
 
 class Branches(nn.Module):
@@ -69,6 +67,7 @@ def finish_like_ddp(find_unused: bool | None, hook: bool) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("hook", [False, True])
 def test_by_default_it_finishes_as_ddp_and_warns_once_with_ranks(backend: str, hook: bool) -> None:
     """The same story on every rank that lacks something."""
@@ -94,6 +93,7 @@ def lacking_later(find_unused: bool | None) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_who_lacks_nothing_says_nothing(backend: str) -> None:
     first, second, third = run_ranks(lacking_later, None, world_size=3, backend=backend)
     assert first == third == []
@@ -102,6 +102,7 @@ def test_who_lacks_nothing_says_nothing(backend: str) -> None:
     assert run_ranks(lacking_later, True, world_size=3, backend=backend) == [[], [], []]
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("hook", [False, True])
 def test_expected_means_no_warning(backend: str, hook: bool) -> None:
     assert run_ranks(finish_like_ddp, True, hook, backend=backend) == [[], []]
@@ -120,6 +121,7 @@ def forbidden_raises() -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_forbidden_is_ddps_error_with_names(backend: str) -> None:
     for rank, text in enumerate(run_ranks(forbidden_raises, backend=backend)):
         assert f"Parameter indices which did not receive grad for rank {rank}: 2 3 4 5" in text
@@ -142,6 +144,7 @@ def forbidden_on_one_rank() -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_forbidden_on_one_rank_is_an_error_on_all(backend: str) -> None:
     if backend == "gloo":
         pytest.skip("gloo's operations have no names: the other ranks wait")
@@ -157,7 +160,8 @@ def test_forbidden_on_one_rank_is_an_error_on_all(backend: str) -> None:
             assert "bucket 0: " in text
 
 
-def forbidden_and_all_used() -> None:
+@on_ranks(backend=backends())
+def test_forbidden_without_unused_parameters() -> None:
     model = RingDP(nn.Linear(4, 4), find_unused_parameters=False)
     for _ in range(3):
         model.zero_grad()
@@ -165,10 +169,6 @@ def forbidden_and_all_used() -> None:
         assert model.module.weight.grad is not None
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), 1.0))
     model._check_reducer_finalized()
-
-
-def test_forbidden_without_unused_parameters(backend: str) -> None:
-    run_ranks(forbidden_and_all_used, backend=backend)
 
 
 class TwoHeads(nn.Module):
@@ -184,7 +184,10 @@ class TwoHeads(nn.Module):
         return {"left": self.left(hidden), "deep": [self.right(hidden)]}
 
 
-def outputs_that_the_loss_ignores(find_unused: bool | None) -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient")
+@pytest.mark.parametrize("find_unused", [None, True])
+@on_ranks(backend=backends())
+def test_each_rank_uses_another_output(find_unused: bool | None) -> None:
     rank = dist.get_rank()
     model = RingDP(TwoHeads(), find_unused_parameters=find_unused)
     output = model(torch.ones(2, 4))
@@ -193,13 +196,8 @@ def outputs_that_the_loss_ignores(find_unused: bool | None) -> None:
         torch.testing.assert_close(head.bias.grad, torch.tensor([1.0]))  # 2 on one rank, 0 on the other
 
 
-@pytest.mark.filterwarnings("ignore:.*without gradient")
-@pytest.mark.parametrize("find_unused", [None, True])
-def test_each_rank_uses_another_output(backend: str, find_unused: bool | None) -> None:
-    run_ranks(outputs_that_the_loss_ignores, find_unused, backend=backend)
-
-
-def no_hook_fires_on_rank_0() -> None:
+@on_ranks(backend=backends())
+def test_a_rank_without_any_gradient_takes_part() -> None:
     """Rank 0's loss depends on the input only: its backward reaches the output and no parameter."""
 
     class Sometimes(nn.Module):
@@ -214,10 +212,6 @@ def no_hook_fires_on_rank_0() -> None:
     x = torch.ones(3, requires_grad=True)
     model(x, use=dist.get_rank() == 1).sum().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.full((3,), 0.5))
-
-
-def test_a_rank_without_any_gradient_takes_part(backend: str) -> None:
-    run_ranks(no_hook_fires_on_rank_0, backend=backend)
 
 
 class Mixture(nn.Module):
@@ -263,6 +257,7 @@ def skipping(hook: bool, find_unused: bool | None, arguments: dict[str, Any]) ->
     return sent, buckets
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.filterwarnings("ignore:.*without gradient")
 @pytest.mark.parametrize(
     ("hook", "find_unused", "arguments"),
@@ -298,6 +293,7 @@ def skipping_while_some_have_joined() -> list[Tensor]:
     return [parameter.detach() for parameter in model.module.parameters()]
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_skipped_buckets_and_uneven_inputs(backend: str) -> None:
     first, second, third = run_ranks(skipping_while_some_have_joined, world_size=3, backend=backend)
     for one, two, three in zip(first, second, third, strict=True):

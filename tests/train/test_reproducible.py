@@ -24,7 +24,7 @@ from ringdp.compression.methods.top_k import TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import need
-from tests.train.harness import RankFailed, default_group, run_ranks
+from tests.train.harness import RankFailed, default_group, on_ranks, run_ranks
 
 need("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -315,7 +315,8 @@ class OfABucket:
         return xs
 
 
-def refused() -> None:
+@on_ranks()
+def test_what_cannot_be_is_refused() -> None:
     cases: tuple[dict[str, Any], ...] = (
         {"compression": "auto"},
         {"rules": [("*", "auto")]},
@@ -331,17 +332,10 @@ def refused() -> None:
     plain(model, 0, torch.float32)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refused, backend="ring")
-
-
-def another_backend() -> None:
+@on_ranks(backend="gloo")
+def test_another_backend_is_refused() -> None:
     with pytest.raises(InvalidArgumentError):
         RingDP(net(torch.float32), reproducible=True)
-
-
-def test_another_backend_is_refused() -> None:
-    run_ranks(another_backend, backend="gloo")
 
 
 def disagree() -> None:
@@ -357,7 +351,8 @@ def test_ranks_that_disagree() -> None:
         assert "True on rank 1" in str(outcome.error)
 
 
-def twice() -> None:
+@on_ranks(3)
+def test_twice_in_a_script() -> None:
     """The group keeps the order for whoever uses it; a group of its own leaves it alone."""
     from ringdp import _C
 
@@ -372,7 +367,3 @@ def twice() -> None:
         plain(model, 0, torch.float32)
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-
-
-def test_twice_in_a_script() -> None:
-    run_ranks(twice, world_size=3, backend="ring")
