@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from tests.fault.elastic_jobs import joined
-from tests.train.harness import on_ranks, run_ranks
+from tests.train.harness import on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 and later have it")
 
@@ -100,13 +100,10 @@ def test_compressed_means() -> None:
                 check(gradients, 128.5, rtol=0.02)
 
 
-def in_an_elastic_job(folder: str) -> None:
-    with joined(folder, elastic=True):
-        averages({})
-
-
+@on_ranks(backend=None)
 def test_in_an_elastic_job(tmp_path: Path) -> None:
-    run_ranks(in_an_elastic_job, str(tmp_path), backend=None)
+    with joined(str(tmp_path), elastic=True):
+        averages({})
 
 
 @on_ranks()

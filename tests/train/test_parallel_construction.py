@@ -191,7 +191,8 @@ def test_what_is_refused() -> None:
         RingDP(nn.Linear(3, 3), check_reduction=True)
 
 
-def distributed_autograd() -> None:
+@on_ranks(1, backend="gloo")
+def test_distributed_autograd_is_refused() -> None:
     """Its gradients are not in .grad: refused at the first forward instead of not averaged."""
     import torch.distributed.autograd as distributed_autograd
     from torch.distributed import rpc
@@ -208,12 +209,6 @@ def distributed_autograd() -> None:
         ):
             model(torch.ones(1, 3))
         rpc.shutdown()
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_distributed_autograd_is_refused(backend: str) -> None:
-    if backend == "gloo":
-        run_ranks(distributed_autograd, world_size=1, backend=backend)
 
 
 def step(model: nn.Module, number: int = 0) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
 from tests.train import models
-from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
+from tests.train.harness import backends, on_ranks, run_ranks
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
@@ -38,29 +38,12 @@ def same_as_ddp(register: Any, rtol: float) -> None:
 
 
 @on_ranks(backend=backends())
-def test_allreduce() -> None:
-    same_as_ddp(lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook), 1e-6)
-
-
-@on_ranks(backend=backends())
-def test_fp16() -> None:
-    same_as_ddp(lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook), 1e-3)
-
-
-@on_ranks(backend=backends())
-def test_fp16_wrapper() -> None:
-    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-    same_as_ddp(lambda model: model.register_comm_hook(None, hook), 1e-3)
-
-
-@on_ranks(backend=backends())
-def test_builtin_allreduce() -> None:
-    same_as_ddp(lambda model: model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE), 1e-6)
-
-
-@on_ranks(backend=backends())
-def test_builtin_fp16() -> None:
-    same_as_ddp(lambda model: model._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS), 1e-3)
+def test_torchs_hooks() -> None:
+    wrapper = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    for hook, rtol in ((default_hooks.allreduce_hook, 1e-6), (default_hooks.fp16_compress_hook, 1e-3), (wrapper, 1e-3)):
+        same_as_ddp(lambda model, hook=hook: model.register_comm_hook(None, hook), rtol)
+    for kind, rtol in ((BuiltinCommHookType.ALLREDUCE, 1e-6), (BuiltinCommHookType.FP16_COMPRESS, 1e-3)):
+        same_as_ddp(lambda model, kind=kind: model._register_builtin_comm_hook(kind), rtol)
 
 
 @on_ranks(backend=backends())
@@ -188,7 +171,8 @@ def test_power_sgd(backend: str) -> None:
     run_ranks(power_sgd, backend=backend)
 
 
-def raising() -> None:
+@on_ranks(backend=backends())
+def test_a_hook_that_raises() -> None:
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         raise KeyError("mine")
 
@@ -201,7 +185,8 @@ def raising() -> None:
         ours(torch.ones(1, 3))
 
 
-def raising_in_a_callback() -> None:
+@on_ranks(backend=backends())
+def test_a_callback_that_raises() -> None:
     def fail(future: torch.futures.Future[Tensor]) -> Tensor:
         raise ValueError("in a callback")
 
@@ -213,13 +198,6 @@ def raising_in_a_callback() -> None:
     value = ours(torch.ones(1, 3)).sum()
     with pytest.raises(RuntimeError, match="in a callback"):
         value.backward()
-
-
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("case", [raising, raising_in_a_callback])
-def test_a_hook_that_raises(backend: str, case: Any) -> None:
-    for outcome in run_outcomes(case, backend=backend):
-        assert outcome.text is None, outcome.text
 
 
 @on_ranks(1, backend=backends())
