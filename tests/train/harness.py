@@ -123,6 +123,22 @@ def on_ranks(
     return decorate
 
 
+def errors_of(function: Callable[..., Any], *args: Any, **options: Any) -> list[BaseException]:
+    """What `function(*args)` raises on each rank; the processes stay, as leaving the group must be possible then."""
+    found: list[BaseException | None] = run_ranks(error_of, function, *args, **options)
+    assert all(error is not None for error in found), found
+    return [error for error in found if error is not None]
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> BaseException | None:
+    """Of a rank: what that raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return _picklable(error.with_traceback(None))
+    return None
+
+
 def backends() -> list[str]:
     """The process group backends to test: those in RINGDP_TEST_BACKENDS, or gloo and ring once that is built."""
     chosen = os.environ.get("RINGDP_TEST_BACKENDS")

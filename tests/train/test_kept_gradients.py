@@ -112,7 +112,7 @@ def draw(seed: int, *, elastic: bool = False, only: dict[str, Any] | None = None
     followers: list[Taken] = []  # show the mean
     keepers: list[tuple[Tensor, Tensor]] = []  # of a .grad that was let go, and what it was
     story = [f"seed {seed}", str(options), str([tuple(part.shape) for part in net.parts])]
-    for step in range(6):
+    for step in range(4):
         micros = pick.choice([1, 1, 2])
         skipped = pick.choice([None, *range(len(net.parts))]) if not coded and not hooked and not weighted else None
         story.append(f"step {step}: {micros} micro-batches, {skipped} is not used on rank 1")
