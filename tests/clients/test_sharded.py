@@ -139,12 +139,7 @@ def zero() -> list[Any]:
 
 
 def sharded_over_two() -> dict[str, Any]:
-    return {
-        "FSDP1": fsdp1_all(),
-        "FSDP2": fsdp2_all((2,)),
-        "replicate": replicated(),
-        "ZeRO": zero(),
-    }
+    return {"FSDP1": fsdp1_all(), "FSDP2": fsdp2_all((2,)), "replicate": replicated(), "ZeRO": zero()}
 
 
 def test_sharded_over_two() -> None:

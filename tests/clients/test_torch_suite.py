@@ -50,7 +50,7 @@ A_FEW = (
 
 # The same of PyTorch's test/distributed (RINGDP_TORCH_TESTS names it), written for 2.6.
 FILES_EXPLAINED = {
-    "find_unused_parameters_kwarg": "expects an error about parameters that are used outside forward: RingDP averages",
+    "find_unused_parameters_kwarg": "expects an error about parameters that are used outside forward: RingDP averages"
 }
 
 

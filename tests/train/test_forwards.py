@@ -117,8 +117,7 @@ class Hidden:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["plain", "hook", "compression", "unused", "static", "copies", "accumulated", "evaluation", "odd", "raises"],
+    "how", ["plain", "hook", "compression", "unused", "static", "copies", "accumulated", "evaluation", "odd", "raises"]
 )
 def test_a_backward_that_one_rank_leaves_out_is_an_error_of_that_step(how: str) -> None:
     errors = errors_of(skips, how, world_size=3 if how == "plain" else 2, backend="ring", timeout_s=30)

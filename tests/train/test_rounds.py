@@ -47,9 +47,7 @@ def built(
 
 
 def trained(
-    steps: int,
-    make: Callable[[nn.Module, torch.optim.Optimizer], DiLoCo],
-    inner: reference.Optimizer = sgd,
+    steps: int, make: Callable[[nn.Module, torch.optim.Optimizer], DiLoCo], inner: reference.Optimizer = sgd
 ) -> nn.Module:
     module = reference.model()
     if dist.get_rank():  # which has to become rank 0's

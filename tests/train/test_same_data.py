@@ -45,8 +45,7 @@ def test_rank_0_asks_once(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "loss"),
-    [("own", "square"), ("own", "sum"), ("at first", "square"), ("zeros", "square")],
+    ("data", "loss"), [("own", "square"), ("own", "sum"), ("at first", "square"), ("zeros", "square")]
 )
 def test_nothing_is_asked_of_ranks_with_samples_of_their_own(data: str, loss: str) -> None:
     assert run_ranks(asked, data, loss=loss, backend="ring", timeout_s=40) == [[], []]

@@ -113,8 +113,7 @@ def test_on_any_backend(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["usual", "clips", "accumulated", "discarded", "zeroed", "before the mean", "no_sync by hand"],
+    "how", ["usual", "clips", "accumulated", "discarded", "zeroed", "before the mean", "no_sync by hand"]
 )
 def test_the_others_are_not(how: str) -> None:
     assert run_ranks(said, how, backend="ring", timeout_s=30) == [[], []]

@@ -217,6 +217,5 @@ def test_any_death(data: st.DataObject) -> None:
 @pytest.mark.parametrize("where", WHERE)
 def test_each_place(where: str) -> None:
     check(
-        Plan(shares=(1.0, 3.0, 0.01), cuts=(0.4,), victim=1, step=7, where=where),
-        Plan(shares=(1.0, 2.0), cuts=(0.7,)),
+        Plan(shares=(1.0, 3.0, 0.01), cuts=(0.4,), victim=1, step=7, where=where), Plan(shares=(1.0, 2.0), cuts=(0.7,))
     )
