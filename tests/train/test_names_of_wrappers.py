@@ -19,7 +19,7 @@ from ringdp.compression import EF21, Int8, TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook, parameter_names
 from tests.train import compressed_training as training
-from tests.train.harness import on_ranks, run_ranks
+from tests.train.harness import backends, on_ranks, run_ranks
 
 
 def net() -> nn.Sequential:
@@ -103,16 +103,12 @@ def test_ranks_may_compile_or_not() -> None:
     assert first == second
 
 
-def differing() -> str:
+@on_ranks()
+def test_messages_about_models_have_clean_names() -> None:
     model = net() if dist.get_rank() else compiled(nn.Sequential(nn.Linear(48, 99)))
     with pytest.raises(ringdp.MismatchError) as caught:
         RingDP(model)
-    return str(caught.value)
-
-
-def test_messages_about_models_have_clean_names() -> None:
-    for text in run_ranks(differing, world_size=2, backend="ring"):
-        assert "_orig_mod" not in text
+    assert "_orig_mod" not in str(caught.value)
 
 
 @pytest.mark.parametrize("consolidated", [False, True], ids=["exact", "consolidated"])
@@ -149,14 +145,10 @@ def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
     return seen, hook.state_dict(consolidated=True)["parameters"]
 
 
-def hooks(compression: Any) -> None:
-    plain, state = by_hook("plain", compression)
+@on_ranks(backend=backends())
+def test_the_hook_of_torchs_ddp() -> None:
+    plain, state = by_hook("plain", "int4")
     assert set(state) == {"0.weight"}
     for way in (*WAYS, "around"):
-        seen, its_state = by_hook(way, compression)
+        seen, its_state = by_hook(way, "int4")
         assert (seen, set(its_state)) == (plain, {"0.weight"}), way
-
-
-@pytest.mark.parametrize("backend", ["ring", "gloo"])
-def test_the_hook_of_torchs_ddp(backend: str) -> None:
-    run_ranks(hooks, "int4", world_size=2, backend=backend)
