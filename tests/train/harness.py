@@ -27,7 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from unittest import mock
 from tests.forked import Forked
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +158,18 @@ def ring_is_built() -> bool:
     with contextlib.suppress(ImportError):
         return hasattr(importlib.import_module("ringdp._C"), "create_process_group")
     return False
+
+
+def require_same_bits(tensors: Iterable[torch.Tensor]) -> None:
+    """Of a rank: its tensors must have the bits of every other rank's."""
+    import torch.distributed as dist
+
+    mine = [tensor.detach().clone() for tensor in tensors]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    for rank, theirs in enumerate(everybody):
+        assert len(theirs) == len(mine)
+        assert all(one.equal(other) for one, other in zip(mine, theirs, strict=True)), f"not the bits of rank {rank}"
 
 
 def default_group() -> dist.ProcessGroup:

@@ -19,7 +19,7 @@ import ringdp
 from ringdp.ddp.arguments import TABLE
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, on_ranks, run_ranks
+from tests.train.harness import backends, on_ranks, require_same_bits
 
 
 def differing(kind: str) -> nn.Module:
@@ -49,16 +49,6 @@ def differing(kind: str) -> nn.Module:
     return model
 
 
-def mismatch(kind: str) -> str:
-    with pytest.raises(ringdp.MismatchError) as caught:
-        RingDP(differing(kind))
-    assert isinstance(caught.value, RuntimeError)  # as DDP's
-    assert caught.value.peer == 1 - dist.get_rank()
-    dist.barrier()  # the group still works
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     "kind, expected",
     [
@@ -71,12 +61,15 @@ def mismatch(kind: str) -> str:
         ("buffer", ["'running'", "[2]", "[3]"]),
     ],
 )
-def test_models_that_differ(backend: str, kind: str, expected: list[str]) -> None:
-    for text in run_ranks(mismatch, kind, backend=backend):
-        for part in expected:
-            assert part in text
-        assert "rank 0" in text.lower()
-        assert "rank 1" in text.lower()
+@on_ranks(backend=backends())
+def test_models_that_differ(kind: str, expected: list[str]) -> None:
+    with pytest.raises(ringdp.MismatchError) as caught:
+        RingDP(differing(kind))
+    assert isinstance(caught.value, RuntimeError)  # as DDP's
+    assert caught.value.peer == 1 - dist.get_rank()
+    dist.barrier()  # the group still works
+    for part in (*expected, "rank 0", "rank 1"):
+        assert part.lower() in str(caught.value).lower()
 
 
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
@@ -325,7 +318,8 @@ def test_names_and_kinds_of_buckets() -> None:
     assert one[-10:] != other[-10:]
 
 
-def alone() -> None:
+@on_ranks(1, backend=backends())
+def test_a_world_of_one() -> None:
     """One rank: gradients are left alone, and no bucket takes memory."""
     model = RingDP(models.build("mlp"))
     bare = models.build("mlp")
@@ -339,11 +333,6 @@ def alone() -> None:
     model.zero_grad(set_to_none=False)
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
     assert model.stats().exposed_wait_s == 0
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_a_world_of_one(backend: str) -> None:
-    run_ranks(alone, world_size=1, backend=backend)
 
 
 @on_ranks(backend=backends())
@@ -360,7 +349,9 @@ def test_statistics() -> None:
     assert 0 < stats.exposed_wait_s <= stats.total_exposed_wait_s
 
 
-def uneven_inputs(hook: bool, divide_by_initial: bool) -> list[Tensor]:
+@pytest.mark.parametrize("hook, divide_by_initial", [(False, True), (False, False), (True, True)])
+@on_ranks(backend=backends())
+def test_uneven_inputs(hook: bool, divide_by_initial: bool) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     results = []
@@ -376,15 +367,7 @@ def uneven_inputs(hook: bool, divide_by_initial: bool) -> list[Tensor]:
         results.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    return results[0]
-
-
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("hook, divide_by_initial", [(False, True), (False, False), (True, True)])
-def test_uneven_inputs(backend: str, hook: bool, divide_by_initial: bool) -> None:
-    first, second = run_ranks(uneven_inputs, hook, divide_by_initial, backend=backend)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    require_same_bits(results[0])
 
 
 @pytest.mark.skipif("lazy_bucket_allocation" not in TABLE, reason="this torch has no lazy_bucket_allocation")

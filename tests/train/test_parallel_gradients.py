@@ -268,7 +268,8 @@ def test_used_outside_forward() -> None:
     same(ours, ddp)
 
 
-def sparse_embedding() -> None:
+@on_ranks(backend="gloo")
+def test_sparse_gradients() -> None:
     torch.manual_seed(0)
     results = []
     for kind in (RingDP, DistributedDataParallel):
@@ -282,13 +283,6 @@ def sparse_embedding() -> None:
         assert grad.is_sparse
         results.append(grad.to_dense())
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_sparse_gradients(backend: str) -> None:
-    if backend != "gloo":
-        pytest.skip("sparse tensors are gloo's")
-    run_ranks(sparse_embedding, backend=backend)
 
 
 class Twice(nn.Module):

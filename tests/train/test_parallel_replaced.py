@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils import parametrize
 
 import ringdp
@@ -141,13 +142,12 @@ def joined_batch(step: int) -> tuple[Tensor, Tensor]:
     return models.joined_batch(step, dist.get_world_size())
 
 
-def like_one_process(names: list[str], arguments: dict[str, Any]) -> None:
+def like_one_process(changes: list[Change], arguments: dict[str, Any]) -> None:
     """After every change the parameters go on as those of one process that has rank 0's."""
     wrapper = RingDP(models.build("mlp", seed=dist.get_rank()), **({"bucket_cap_mb": 0.001} | arguments))
     alone = models.build("mlp", seed=0)
-    for number, name in enumerate(["", *names]):
-        if name:
-            change = globals()[name]
+    for number, change in enumerate([None, *changes]):
+        if change is not None:
             change(wrapper.module)
             with as_rank_0():
                 change(alone)
@@ -155,21 +155,21 @@ def like_one_process(names: list[str], arguments: dict[str, Any]) -> None:
         train(wrapper, own_batch, steps)
         train(alone, joined_batch, steps)
         for (one, ours), theirs in zip(wrapper.module.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{one} after {name}")
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{one} after {change}, {arguments}")
         named = {one for bucket in wrapper.reducer.bucket_names() for one in bucket.split(": ", 1)[1].split(", ")}
         assert named == {one for one, it in wrapper.module.named_parameters() if it.requires_grad}
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_module_trains_like_one_process(backend: str, change: Change) -> None:
-    run_ranks(like_one_process, [change.__name__], {}, backend=backend)
+@on_ranks(backend=backends())
+def test_a_changed_module_trains_like_one_process() -> None:
+    for change in CHANGES:
+        like_one_process([change], {})
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_whatever_the_wrapper_was_told(backend: str, arguments: dict[str, Any]) -> None:
-    run_ranks(like_one_process, ["weight", "head", "assigned"], arguments, backend=backend)
+@on_ranks(backend=backends())
+def test_whatever_the_wrapper_was_told() -> None:
+    for arguments in ARGUMENTS:
+        like_one_process([weight, head, assigned], arguments)
 
 
 @on_ranks(backend=backends())
@@ -296,25 +296,12 @@ def test_ranks_that_disagree_get_the_names(backend: str, changes: list[str]) -> 
         assert "2.weight" in text or "0.weight" in text
         assert took < 10
         if changes[rank]:
-            assert re.search(r"since the last forward \d\.weight was replaced on rank \d, and not all ranks", text), (
-                text
-            )
+            words = r"since the last forward \d\.weight was replaced on rank \d, and not all ranks"
+            assert re.search(words, text), text
 
 
-def refused(case: str) -> str:
-    precision = None
-    if case == "mixed_precision":
-        from torch.nn.parallel.distributed import _MixedPrecision
-
-        precision = _MixedPrecision(param_dtype=torch.bfloat16)
-    ours = RingDP(models.build("mlp"), mixed_precision=precision)
-    ours.module[2].weight = nn.Parameter(torch.empty(40, 40, device="meta")) if case == "meta" else fresh(40, 40)
-    with pytest.raises(ringdp.RingError, match=r"2\.weight") as caught:
-        ours(own_batch(0)[0])
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def refused_by_one() -> tuple[str, float]:
+@on_ranks(backend=backends())
+def test_what_one_rank_refuses_all_hear() -> None:
     """Rank 0 alone has put its new parameter on another device."""
     ours = RingDP(models.build("mlp"))
     on_meta = dist.get_rank() == 0
@@ -322,31 +309,25 @@ def refused_by_one() -> tuple[str, float]:
     began = time.monotonic()
     with pytest.raises(ringdp.RingError) as caught:
         ours(own_batch(0)[0])
-    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+    assert time.monotonic() - began < 10
+    assert type(caught.value) is (ringdp.InvalidArgumentError if on_meta else ringdp.MismatchError)
+    assert str(caught.value).startswith("since the last forward 2.weight was replaced")
+    assert on_meta or "rank 0 cannot follow that" in str(caught.value)
+    assert "parameter 2.weight is on meta" in str(caught.value)
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_what_one_rank_refuses_all_hear(backend: str) -> None:
-    (own, _), (others, took) = run_ranks(refused_by_one, backend=backend)
-    assert own.startswith("InvalidArgumentError: since the last forward 2.weight was replaced")
-    assert others.startswith("MismatchError: since the last forward 2.weight was replaced")
-    assert (
-        "rank 0 cannot follow that: since the last forward 2.weight was replaced: parameter 2.weight is on meta"
-        in others
-    )
-    assert took < 10
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_what_cannot_be_followed_is_refused(backend: str) -> None:
-    [text, _] = run_ranks(refused, "mixed_precision", backend=backend)
-    assert text.startswith(
-        "InvalidStateError: since the last forward 2.weight was replaced, which RingDP cannot follow"
-    )
-    [text, _] = run_ranks(refused, "meta", backend=backend)
-    assert text.startswith(
-        "InvalidArgumentError: since the last forward 2.weight was replaced: parameter 2.weight is on"
-    )
+@on_ranks(backend=backends())
+def test_what_cannot_be_followed_is_refused() -> None:
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    elsewhere = nn.Parameter(torch.empty(40, 40, device="meta"))
+    for options, replacement, error in (
+        ({"mixed_precision": precision}, fresh(40, 40), ringdp.InvalidStateError),
+        ({}, elsewhere, ringdp.InvalidArgumentError),
+    ):
+        ours = RingDP(models.build("mlp"), **options)
+        ours.module[2].weight = replacement
+        with pytest.raises(error, match=r"since the last forward 2\.weight was replaced"):
+            ours(own_batch(0)[0])
 
 
 def compressed(compression: Any, change: str) -> tuple[dict[str, Any], dict[str, Any], list[Tensor], int, Any]:
@@ -406,7 +387,8 @@ def same_entries(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def replaced_by_a_hook() -> list[str]:
+@on_ranks(backend=backends())
+def test_what_forward_itself_replaces_is_refused() -> None:
     model = RingDP(models.build("mlp"))
     told = []
     for when in ("trains", "evaluates", "trains after"):
@@ -422,12 +404,5 @@ def replaced_by_a_hook() -> list[str]:
         except ringdp.InvalidStateError as error:
             told.append(str(error))
         handle.remove()
-    return told
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_what_forward_itself_replaces_is_refused(backend: str) -> None:
-    for told in run_ranks(replaced_by_a_hook, backend=backend):
-        assert "while forward ran 2.weight was replaced" in told[0]
-        assert "Change parameters between two steps" in told[0]
-        assert told[1:] == ["", ""]
+    assert "while forward ran 2.weight was replaced" in told[0]
+    assert told[1:] == ["", ""]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
+from tests.train.harness import backends, on_ranks, run_outcomes
 
 
 def linear(seed: int) -> nn.Linear:
@@ -237,11 +237,9 @@ def one_rank_raises() -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_one_rank_leaves_its_backward(backend: str) -> None:
-    if backend == "gloo":
-        pytest.skip("gloo's operations have no names: the other ranks wait")
-    first, *others = run_outcomes(one_rank_raises, world_size=3, backend=backend)
+def test_one_rank_leaves_its_backward() -> None:
+    """On ring: gloo's operations have no names, and the other ranks wait."""
+    first, *others = run_outcomes(one_rank_raises, world_size=3, backend="ring")
     assert first.text is None, first.text
     assert first.value[0] == "RuntimeError"
     assert "The backward of step 2 did not come to its end on rank 0: an exception left it" in first.value[1]
@@ -256,7 +254,8 @@ def test_one_rank_leaves_its_backward(backend: str) -> None:
         assert "backward of step 2 did not end: no gradient for first.weight, first.bias" in text
 
 
-def memory_of_its_own() -> None:
+@on_ranks(backend=backends())
+def test_gradients_in_memory_of_their_own() -> None:
     """gradient_as_bucket_view=False: no step writes into what an earlier one left; .grad stays the tensor it was."""
     model = RingDP(models.build("mlp"), gradient_as_bucket_view=False, bucket_cap_mb=0.001)
     parameters = [*model.parameters()]
@@ -285,7 +284,9 @@ def memory_of_its_own() -> None:
     torch.testing.assert_close(flat, torch.cat([value.reshape(-1) for value in values]), rtol=1e-5, atol=1e-7)
 
 
-def part_of_its_bucket(value: bool | None) -> None:
+@pytest.mark.parametrize("value", [None, True])
+@on_ranks(backend=backends())
+def test_gradients_that_are_parts_of_their_bucket(value: bool | None) -> None:
     """The default. What was made of a .grad shows the next step's as long as it is only zeroed; let go, it stays."""
     model = RingDP(linear(0)) if value is None else RingDP(linear(0), gradient_as_bucket_view=value)
 
@@ -306,10 +307,3 @@ def part_of_its_bucket(value: bool | None) -> None:
     model.zero_grad()
     assert not torch.equal(step(2), before)
     torch.testing.assert_close(seen, before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_memory_of_gradients(backend: str) -> None:
-    run_ranks(memory_of_its_own, backend=backend)
-    for value in (None, True):
-        run_ranks(part_of_its_bucket, value, backend=backend)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.sync_batch_norm import SyncBatchNorm
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, on_ranks, run_ranks
+from tests.train.harness import backends, on_ranks, require_same_bits, run_ranks
 
 
 def batch(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,7 +109,8 @@ def network() -> nn.Module:
     )
 
 
-def training_like_one_process() -> list[Tensor]:
+@on_ranks(backend=backends())
+def test_training_is_one_process_with_the_joined_batch() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
     alone = network()
@@ -125,14 +126,7 @@ def training_like_one_process() -> list[Tensor]:
             optimizer.zero_grad()
     for name, tensor in alone.state_dict().items():
         torch.testing.assert_close(model.module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    return [tensor.clone() for tensor in model.state_dict().values()]
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_training_is_one_process_with_the_joined_batch(backend: str) -> None:
-    first, second = run_ranks(training_like_one_process, backend=backend)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    require_same_bits(model.state_dict().values())
 
 
 @on_ranks(backend=backends())
