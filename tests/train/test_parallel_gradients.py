@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, on_ranks, run_ranks
+from tests.train.harness import backends, on_ranks
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -318,7 +318,16 @@ def marked_twice(kind: type[Twice]) -> str:
     return str(caught.value)
 
 
-def static_graph_counts() -> None:
+@on_ranks(backend=backends())
+def test_hooks_that_fire_twice_are_an_error_with_the_layers_names() -> None:
+    assert "It is used in shared (Linear)." in marked_twice(Twice)
+    text = marked_twice(TwiceTied)
+    (name,) = re.findall(r"with name shared\.(\w+)", text)
+    assert f"It is used in shared (Linear), again (Linear), under the names shared.{name}, again.{name}." in text
+
+
+@on_ranks(backend=backends())
+def test_a_static_graph_counts_hooks_that_fire_twice() -> None:
     ours = RingDP(Twice(), static_graph=True, bucket_cap_mb=0.0001)
     ddp = DistributedDataParallel(Twice(), static_graph=True)
     for step in range(4):
@@ -326,17 +335,6 @@ def static_graph_counts() -> None:
             model.zero_grad()
             model(models.batch(step, dist.get_rank())[0]).pow(2).sum().backward()
         same(ours, ddp)
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_hooks_that_fire_twice(backend: str) -> None:
-    for text in run_ranks(marked_twice, Twice, backend=backend):
-        assert "with name shared." in text
-        assert "It is used in shared (Linear)." in text
-    for text in run_ranks(marked_twice, TwiceTied, backend=backend):
-        (name,) = re.findall(r"with name shared\.(\w+)", text)
-        assert f"It is used in shared (Linear), again (Linear), under the names shared.{name}, again.{name}." in text
-    run_ranks(static_graph_counts, backend=backend)
 
 
 @on_ranks(backend=backends())
