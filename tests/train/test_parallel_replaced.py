@@ -320,10 +320,11 @@ def test_what_one_rank_refuses_all_hear() -> None:
 def test_what_cannot_be_followed_is_refused() -> None:
     precision = _MixedPrecision(param_dtype=torch.bfloat16)
     elsewhere = nn.Parameter(torch.empty(40, 40, device="meta"))
-    for options, replacement, error in (
+    cases: tuple[tuple[Any, nn.Parameter, type[Exception]], ...] = (
         ({"mixed_precision": precision}, fresh(40, 40), ringdp.InvalidStateError),
         ({}, elsewhere, ringdp.InvalidArgumentError),
-    ):
+    )
+    for options, replacement, error in cases:
         ours = RingDP(models.build("mlp"), **options)
         ours.module[2].weight = replacement
         with pytest.raises(error, match=r"since the last forward 2\.weight was replaced"):

@@ -146,8 +146,9 @@ def test_ranks_count_by_their_samples() -> None:
 
 @on_ranks(4)
 def test_a_round_of_one_step_is_data_parallelism_for_sgd_alone() -> None:
-    for optimizer, numbers in ((sgd, {"every": 1}), (sgd, {"every": 50, "warmup_steps": 30}), (adamw, {"every": 1})):
-        module = trained(30, lambda m, o, n=numbers: LocalSGD(m, o, **n), optimizer)
+    once: Any = {"every": 1}
+    for optimizer, numbers in ((sgd, once), (sgd, {"every": 50, "warmup_steps": 30}), (adamw, once)):
+        module = trained(30, functools.partial(LocalSGD, **numbers), optimizer)
         error = difference(values(module), averaged_gradients(dist.get_world_size(), 30, optimizer))
         assert error > 1e-3 if optimizer is adamw else error < 1e-14, (optimizer, numbers, error)
 
