@@ -172,12 +172,8 @@ def test_a_half_module() -> None:
             assert tensor.isfinite().all()
 
 
-def alone() -> None:
+@on_ranks(1, backend=backends())
+def test_a_world_of_one() -> None:
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
     x = batch(0, (2, 3, 6, 6), torch.float32)
     torch.testing.assert_close(model(x), network()(x))
-
-
-@pytest.mark.parametrize("backend", backends())
-def test_a_world_of_one(backend: str) -> None:
-    run_ranks(alone, world_size=1, backend=backend)
