@@ -452,29 +452,34 @@ def replace(priority=0):
 """
 
 
-def test_an_allocator_of_another_library_is_left_alone_and_said_once() -> None:
-    said = alone(REPLACE + "replace()\nfor _ in range(2): t.step(t.wrapped())\nprint(t.gradient_memory())")
-    assert said.count("another library replaced torch's CPU allocator before RingDP could install its own") == 1
-    assert said.strip().endswith("GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)")
-
-
-def test_an_allocator_that_comes_later_is_noticed_and_said_once() -> None:
-    said = alone(
-        REPLACE + "m = t.wrapped(); t.step(m); kept = m.module.layers[0].weight.grad.clone(); replace()\n"
-        "for _ in range(3): t.step(m)\nprint(m.module.noted, t.gradient_memory().installed)"
-    )
-    assert said.count("another library replaced torch's CPU allocator after RingDP had installed its own") == 1
-    assert said.strip().endswith(f"{[True] * 3 + [False] * 9} False")
-
-
-def test_a_refused_installation_is_said() -> None:
-    said = alone(
-        REPLACE + "default = c10._ZN3c1022GetDefaultCPUAllocatorEv; default.restype = ctypes.c_void_p\n"
+OF_ANOTHER_LIBRARY = {
+    "before": (
+        "replace()\nfor _ in range(2): t.step(t.wrapped())\nprint(t.gradient_memory())",
+        "another library replaced torch's CPU allocator before RingDP could install its own",
+        "GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)",
+    ),
+    "after": (
+        "m = t.wrapped(); t.step(m); kept = m.module.layers[0].weight.grad.clone(); replace()\n"
+        "for _ in range(3): t.step(m)\nprint(m.module.noted, t.gradient_memory().installed)",
+        "another library replaced torch's CPU allocator after RingDP had installed its own",
+        f"{[True] * 3 + [False] * 9} False",
+    ),
+    "of higher priority": (
+        "default = c10._ZN3c1022GetDefaultCPUAllocatorEv; default.restype = ctypes.c_void_p\n"
         "c10._ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh(ctypes.c_void_p(default()), ctypes.c_uint8(9))\n"
-        "t.step(t.wrapped()); print(t.gradient_memory())"
-    )
-    assert said.count("torch keeps another CPU allocator of higher priority: gradient_pool has no effect") == 1
-    assert "installed=False, bytes_in_use=0" in said
+        "t.step(t.wrapped()); print(t.gradient_memory())",
+        "torch keeps another CPU allocator of higher priority: gradient_pool has no effect",
+        "GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("when", OF_ANOTHER_LIBRARY)
+def test_an_allocator_of_another_library_is_left_alone_and_said_once(when: str) -> None:
+    code, warning, end = OF_ANOTHER_LIBRARY[when]
+    said = alone(REPLACE + code)
+    assert said.count(warning) == 1
+    assert said.strip().endswith(end)
 
 
 def test_without_address_space_torch_says_what_it_always_says() -> None:
