@@ -8,17 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.both import on_both
 from tests.helpers import need
-from tests.train.harness import on_ranks, ring_is_built
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import AllgatherOptions  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 @on_ranks(3, timeout_s=30)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.clients.both import on_both
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -22,8 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
     post_localSGD_hook,
 )
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 def small_model() -> Any:

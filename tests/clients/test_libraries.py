@@ -15,13 +15,13 @@ import pytest
 
 from tests.clients.both import assert_same, on_both
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
+pytestmark = pytest.mark.nightly
 
 
 def small_model() -> Any:

@@ -9,11 +9,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.both import assert_same
 from tests.helpers import need
-from tests.train.harness import on_ranks, ring_is_built, run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -30,8 +28,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from ringdp import RingDP  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 KINDS = {"RingDP": RingDP, "DDP": DistributedDataParallel, "bare": lambda module: module}
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from tests.helpers import need
-from tests.train.harness import on_ranks, ring_is_built
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from ringdp import InvalidArgumentError, RingDP  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 def sgd(parameters: Any) -> Any:

@@ -11,13 +11,10 @@ import pytest
 
 from tests.clients.both import on_both
 from tests.helpers import need
-from tests.train.harness import ring_is_built
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 class Block(nn.Module):

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringdp.errors import MismatchError
-from tests.train.harness import default_group, errors_of, ring_is_built, run_ranks
+from tests.train.harness import default_group, errors_of, run_ranks
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 WHEN = 3  # the step in which rank 1 does something else
 
 

@@ -22,9 +22,8 @@ from torch.distributed.algorithms.join import Join
 from ringdp.__main__ import main
 from ringdp.errors import InvalidStateError, MismatchError, PeerLostError
 from tests.helpers import logged
-from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
+from tests.train.harness import RankFailed, default_group, run_ranks
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 SLEEP_S = 0.03
 
 

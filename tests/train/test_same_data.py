@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from tests.helpers import logged
-from tests.train.harness import default_group, ring_is_built, run_ranks
+from tests.train.harness import default_group, run_ranks
 from tests.train.test_forwards import batch, wrapped
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 
 def asked(data: str, steps: int = 35, loss: str = "square", **options: Any) -> list[str]:

@@ -11,10 +11,9 @@ from torch import nn
 
 from ringdp.errors import MismatchError
 from tests.helpers import logged
-from tests.train.harness import backends, default_group, errors_of, on_ranks, ring_is_built, run_ranks
+from tests.train.harness import backends, default_group, errors_of, on_ranks, run_ranks
 from tests.train.test_forwards import batch, plain, wrapped
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 UNDER_NO_SYNC, PAST = "no_sync()", "through no output"
 
 
