@@ -45,8 +45,8 @@ def stepping_hook(
             gradients = [mean] if mean.is_sparse else bucket.gradients()
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                 optimizers = getattr(parameter, "_in_backward_optimizers", [])
-                if optimizers:
-                    parameter.grad = gradient
+                if optimizers:  # the bucket may have another type (reduce_dtype)
+                    parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
                 for optimizer in optimizers:
                     optimizer.step()
                 if optimizers:

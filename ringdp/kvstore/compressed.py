@@ -41,7 +41,7 @@ def compressor_of(spec: Compression | Mapping[str, Any], options: Mapping[str, A
     except TypeError as error:
         raise InvalidArgumentError(f"compression {spec!r}: {error}") from error
     if isinstance(chosen, Auto):
-        refusals.refuse("auto", "kvstore")
+        refusals.refuse("auto", "compressed kvstore")
     return chosen
 
 
