@@ -8,25 +8,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.both import on_both
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import AllgatherOptions  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
-
-def attached_late(folder: str) -> list[float]:
+@on_ranks(3, timeout_s=30)
+def test_callbacks_on_a_future_that_is_complete_on_one_rank(tmp_path: Path) -> None:
     """Rank 0 attaches to a complete future, whose callbacks torch runs at once; the others long before the end."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(f"{folder}/order", world)
+    store = dist.FileStore(str(tmp_path / "order"), world)
     other = dist.new_group()
-    seen: list[float] = []
 
     def first(future: Any) -> Any:
         value = future.value()[0]
@@ -58,19 +54,12 @@ def attached_late(folder: str) -> list[float]:
         assert between.tolist() == [world] * 4
         assert nested.wait().tolist() == [base * world * 5 * world] * 3, turn
         assert also.get(timeout=20) == base * world
-        seen.append(base)
-    return seen
 
 
 def summed_again(value: Any) -> float:
     copy = value.clone()
     dist.all_reduce(copy)
     return float(copy[0])
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_callbacks_on_a_future_that_is_complete_on_one_rank(world_size: int, tmp_path: Path) -> None:
-    run_ranks(attached_late, str(tmp_path), world_size=world_size, backend="ring", timeout_s=30)
 
 
 def lists() -> list[Any]:
@@ -102,7 +91,8 @@ def test_several_inputs() -> None:
     on_both(lists_in_inference_mode)
 
 
-def destroyed_in_use(folder: str) -> None:
+@on_ranks(4, backend=None)
+def test_destroyed_while_buffers_are_dropped(tmp_path: Path) -> None:
     """The last holder of a tensor takes Python's lock: no thread may wait for another that way."""
     import os
     import types
@@ -112,7 +102,7 @@ def destroyed_in_use(folder: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for turn in range(8):
         options = types.SimpleNamespace(
-            store=dist.FileStore(f"{folder}/{turn}", world),
+            store=dist.FileStore(str(tmp_path / str(turn)), world),
             group_rank=rank,
             group_size=world,
             timeout=timedelta(seconds=30),
@@ -130,7 +120,3 @@ def destroyed_in_use(folder: str) -> None:
             future.wait()
         del futures, future
         del backend
-
-
-def test_destroyed_while_buffers_are_dropped(tmp_path: Path) -> None:
-    run_ranks(destroyed_in_use, str(tmp_path), world_size=4, backend=None, timeout_s=60)

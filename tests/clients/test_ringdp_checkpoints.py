@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.both import assert_same
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -30,8 +27,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from ringdp import RingDP  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 KINDS = {"RingDP": RingDP, "DDP": DistributedDataParallel, "bare": lambda module: module}
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
@@ -86,7 +81,8 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def plain_cells() -> dict[str, dict[str, bool]]:
+@on_ranks()
+def test_plain_state_dicts() -> None:
     """target -> source -> loaded, the same values; otherwise load_state_dict has raised."""
     loaded: dict[str, dict[str, bool]] = {}
     for target in KINDS:
@@ -107,14 +103,11 @@ def plain_cells() -> dict[str, dict[str, bool]]:
             if "bare" not in (source, target):  # which does not average
                 assert same(tensors(saved), tensors(model)), f"{target} does not go on as {source}"
             loaded[target][source] = True
-    return loaded
+    assert loaded == PLAIN
 
 
-def test_plain_state_dicts() -> None:
-    assert run_ranks(plain_cells, backend="ring") == [PLAIN, PLAIN]
-
-
-def distributed_cells(folder: str) -> None:
+@on_ranks()
+def test_distributed_checkpoints(tmp_path: Path) -> None:
     """All nine through get_state_dict, dcp.save, dcp.load, set_state_dict; then training goes on as the saved one's."""
     import torch.distributed.checkpoint as dcp
 
@@ -123,13 +116,13 @@ def distributed_cells(folder: str) -> None:
         train(saved, its_optimizer)
         weights, moments = get_state_dict(saved, its_optimizer)
         assert list(weights) == NAMES
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{source}")
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(tmp_path / source))
         at_saving = parameters(saved)
         train(saved, its_optimizer, start=3)
         for target in KINDS:
             model, optimizer = made(target, 2)
             into = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            dcp.load(into, checkpoint_id=f"{folder}/{source}")
+            dcp.load(into, checkpoint_id=str(tmp_path / source))
             # DCP writes one rank's part of what all ranks have; the bare modules have come apart.
             set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
             if source != "bare":
@@ -139,16 +132,11 @@ def distributed_cells(folder: str) -> None:
                     assert same(parameters(model), parameters(saved)), f"{target} does not go on as {source}"
 
 
-def test_distributed_checkpoints(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_ranks(distributed_cells, str(tmp_path), backend="ring")
-
-
 # Names and options of torch.distributed.checkpoint.state_dict.
 
 
-def names() -> None:
+@on_ranks()
+def test_names_have_no_prefix() -> None:
     for wrap in (RingDP, lambda module: torch.compile(RingDP(module), backend="eager")):
         model = wrap(build(1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -161,11 +149,8 @@ def names() -> None:
     torch._dynamo.reset()
 
 
-def test_names_have_no_prefix() -> None:
-    run_ranks(names, backend="ring")
-
-
-def options() -> None:
+@on_ranks()
+def test_options_of_state_dicts() -> None:
     model, optimizer = made("RingDP", 1)
     train(model, optimizer)
     # full, to the CPU: rank 0 has it all, the others nothing
@@ -188,10 +173,6 @@ def options() -> None:
     assert list(part) == NAMES[-2:]
     set_model_state_dict(fresh, dict(part), options=StateDictOptions(strict=False))
     assert torch.equal(fresh.module[3].weight, model.module[3].weight)
-
-
-def test_options_of_state_dicts() -> None:
-    run_ranks(options, backend="ring")
 
 
 # Averages of models, vectors of parameters.
@@ -232,10 +213,6 @@ def averages(kind: str) -> list[Any]:
     ]
 
 
-def both_averages() -> list[list[Any]]:
-    return [averages("RingDP"), averages("DDP")]
-
-
+@on_ranks()
 def test_averaged_models_and_vectors() -> None:
-    for rank, (ours, theirs) in enumerate(run_ranks(both_averages, backend="ring")):
-        assert_same(ours, theirs, None, f"rank {rank}")
+    assert_same(averages("RingDP"), averages("DDP"), None, "as with DDP")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from ringdp import RingDP  # noqa: E402
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
+pytestmark = pytest.mark.ci
 
 STEPS = 6
 WIDTH = 300  # a layer has 361 kB: with buckets of 1 MiB a graph ends after every third
@@ -92,31 +92,28 @@ def closed_over(model: Any, backend: Any) -> tuple[Any, Any]:
 WAYS = {"around": around, "inside": inside, "closed over": closed_over}
 
 
-def every_way(backend: str, modes: tuple[Any, ...]) -> None:
-    for way, make in WAYS.items():
-        eager = train(*make(small(), None), 12)
-        for mode in modes:
-            torch._dynamo.reset()
-            counting = CompileCounterWithBackend(backend)
-            with torch._dynamo.config.patch(optimize_ddp=mode):
-                run, model = make(small(), counting)
-                assert_close(train(run, model, 12), eager, f"{way}, {backend}, optimize_ddp={mode}")
-            assert counting.frame_count > 0
-            assert isinstance(model, RingDP)
-            assert model.stats().steps == STEPS
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
-    ("backend", "modes"),
+    ("compiler", "modes"),
     [
         ("aot_eager", (True,)),
         pytest.param("eager", ("ddp_optimizer", False), marks=pytest.mark.slow),
         pytest.param("inductor", (True,), marks=pytest.mark.slow),  # calls a C++ compiler
     ],
 )
-def test_compiled_as_eager(backend: str, modes: tuple[Any, ...]) -> None:
-    run_ranks(every_way, backend, modes, backend="ring", timeout_s=100)
+@on_ranks(timeout_s=100)
+def test_compiled_as_eager(compiler: str, modes: tuple[Any, ...]) -> None:
+    for way, make in WAYS.items():
+        eager = train(*make(small(), None), 12)
+        for mode in modes:
+            torch._dynamo.reset()
+            counting = CompileCounterWithBackend(compiler)
+            with torch._dynamo.config.patch(optimize_ddp=mode):
+                run, model = make(small(), counting)
+                assert_close(train(run, model, 12), eager, f"{way}, {compiler}, optimize_ddp={mode}")
+            assert counting.frame_count > 0
+            assert isinstance(model, RingDP)
+            assert model.stats().steps == STEPS
+    torch._dynamo.reset()
 
 
 def graph_breaks(wrapper: Any) -> int:
@@ -131,14 +128,10 @@ def graph_breaks(wrapper: Any) -> int:
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def breaks_of_both() -> tuple[int, int]:
-    return graph_breaks(RingDP), graph_breaks(DistributedDataParallel)
-
-
+@on_ranks()
 def test_there_are_no_more_graph_breaks_than_with_ddp() -> None:
     """What RingDP does around the module is not traced."""
-    for ours, theirs in run_ranks(breaks_of_both, world_size=2, backend="ring"):
-        assert 0 < ours <= theirs
+    assert 0 < graph_breaks(RingDP) <= graph_breaks(DistributedDataParallel)
 
 
 def graphs(wrapper: Any, mode: Any) -> tuple[int, int]:
@@ -162,26 +155,21 @@ def graphs(wrapper: Any, mode: Any) -> tuple[int, int]:
     return first, counting.frame_count - first
 
 
-def split_graphs() -> dict[str, list[tuple[int, int]]]:
-    return {
-        str(mode): [graphs(wrapper, mode) for wrapper in (RingDP, DistributedDataParallel)] for mode in (True, False)
-    }
-
-
+@on_ranks()
 def test_graphs_are_split_where_buckets_end() -> None:
     """By torch's DDPOptimizer, which knows the module in whose forward it is and asks for its bucket_bytes_cap."""
-    for counts in run_ranks(split_graphs, backend="ring"):
-        assert counts["True"][0] == counts["True"][1]
-        assert counts["False"][0] == counts["False"][1] == (1, 0)
-        (first, later), _ = counts["True"]
-        assert first > 1, "six layers in pieces of 1 MiB"
-        assert later == 0, "nothing is compiled again"
+    first, later = graphs(RingDP, True)
+    assert (first, later) == graphs(DistributedDataParallel, True)
+    assert graphs(RingDP, False) == graphs(DistributedDataParallel, False) == (1, 0)
+    assert first > 1, "six layers in pieces of 1 MiB"
+    assert later == 0, "nothing is compiled again"
 
 
 # A backward that is compiled as one graph, too.
 
 
-def compiled_backward() -> None:
+@on_ranks()
+def test_compiled_backward() -> None:
     eager_model = RingDP(small())
     eager = train(eager_model, eager_model, 12, quiet_step=None)
     compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
@@ -202,14 +190,11 @@ def compiled_backward() -> None:
     torch._dynamo.reset()
 
 
-def test_compiled_backward() -> None:
-    run_ranks(compiled_backward, backend="ring")
-
-
 # Guards.
 
 
-def pickled_guards() -> None:
+@on_ranks()
+def test_guards_on_the_wrapper_are_pickled() -> None:
     from torch._dynamo.guards import GuardsStatePickler
 
     model = RingDP(small())
@@ -220,7 +205,3 @@ def pickled_guards() -> None:
     assert type(again) is DistributedDataParallel, "without a reducer, as torch does it with DDP"
     assert again.module.layers[0].in_features == 12
     assert again.forward_sync_buffers
-
-
-def test_guards_on_the_wrapper_are_pickled() -> None:
-    run_ranks(pickled_guards, backend="ring")

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from tests.helpers import need
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import on_ranks
 
 torch: Any = need("torch")
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from ringdp import InvalidArgumentError, RingDP  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 def sgd(parameters: Any) -> Any:
@@ -69,17 +67,16 @@ def pipeline(schedule_name: str, steps: int = 4) -> float:
     return max((a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True))
 
 
-def pipelines() -> dict[str, float]:
-    return {name: pipeline(name) for name in WHOLE_BACKWARDS}
-
-
+@on_ranks(4)
 def test_wrapped_pipeline_stages_train_as_one_process() -> None:
     """Some of these fail with torch's DDP, Interleaved1F1B by an internal assertion."""
-    for rank, differences in enumerate(run_ranks(pipelines, world_size=4, backend="ring")):
-        assert max(differences.values()) < 1e-6, f"rank {rank}: {differences}"
+    for name in WHOLE_BACKWARDS:
+        assert pipeline(name) < 1e-6, name
 
 
-def backward_in_halves() -> None:
+@on_ranks()
+def test_a_backward_in_two_halves_is_refused() -> None:
+    """Nothing would be averaged, and nobody told."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     model = RingDP(nn.Linear(4, 4))
@@ -89,11 +86,6 @@ def backward_in_halves() -> None:
         stage_backward_input([output], [torch.ones(3, 4)], [x], model.parameters())
     with pytest.raises(RuntimeError, match=r"split in two halves.*Use a schedule with whole backwards: ScheduleGPipe"):
         model.reducer.prepare_for_backward([output])  # what torch's stage calls before the half of the weights
-
-
-def test_a_backward_in_two_halves_is_refused() -> None:
-    """Nothing would be averaged, and nobody told."""
-    run_ranks(backward_in_halves, backend="ring")
 
 
 # Tensor parallelism inside.
@@ -172,26 +164,27 @@ def tensor_parallel(second_used: str, **options: Any) -> float:
     return farthest(model, alone)
 
 
-def tensor_parallels() -> dict[str, float]:
+@pytest.mark.parametrize(
+    "used, options",
+    [
+        ("always", {}),
+        ("always", {"gradient_as_bucket_view": True}),
+        ("always", {"static_graph": True}),
+        ("by one", {}),
+        ("by one", {"find_unused_parameters": True}),
+        ("never", {"find_unused_parameters": True}),
+    ],
+)
+@on_ranks(4)
+def test_tensor_parallelism_inside_trains_as_one_process(used: str, options: dict[str, Any]) -> None:
+    """With torch's DDP the wrapped module has no parameters left after the first forward."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="parameters without gradient")
-        return {
-            "plain": tensor_parallel("always"),
-            "one bucket view": tensor_parallel("always", gradient_as_bucket_view=True),
-            "static graph": tensor_parallel("always", static_graph=True),
-            "unused": tensor_parallel("by one"),
-            "unused, expected": tensor_parallel("by one", find_unused_parameters=True),
-            "unused everywhere": tensor_parallel("never", find_unused_parameters=True),
-        }
+        assert tensor_parallel(used, **options) < 1e-6
 
 
-def test_tensor_parallelism_inside_trains_as_one_process() -> None:
-    """With torch's DDP the wrapped module has no parameters left after the first forward."""
-    for rank, differences in enumerate(run_ranks(tensor_parallels, world_size=4, backend="ring")):
-        assert max(differences.values()) < 1e-6, f"rank {rank}: {differences}"
-
-
-def sharded_checkpoint(folder: str) -> None:
+@on_ranks(4)
+def test_checkpoints_of_sharded_parameters(tmp_path: Any) -> None:
     """Written by DCP from a mesh of 2×2, read into one of 1×4 and by a single process."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -210,29 +203,26 @@ def sharded_checkpoint(folder: str) -> None:
         return {"model": weights, "optimizer": moments}
 
     model, optimizer = trained((2, 2), 1)
-    dcp.save(state(model, optimizer), checkpoint_id=folder)
+    dcp.save(state(model, optimizer), checkpoint_id=str(tmp_path))
     fresh, its_optimizer = trained((1, 4), 2)
     loaded = state(fresh, its_optimizer)
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=str(tmp_path))
     set_state_dict(fresh, its_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     for (name, mine), saved in zip(fresh.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(whole(mine), whole(saved)), name
         moments = (its_optimizer.state[mine]["exp_avg"], optimizer.state[saved]["exp_avg"])
         assert torch.equal(*map(whole, moments)), name
     plain = Switching().state_dict()
-    dcp.load({"model": plain}, checkpoint_id=folder, no_dist=True)
+    dcp.load({"model": plain}, checkpoint_id=str(tmp_path), no_dist=True)
     for name, tensor in plain.items():
         assert torch.equal(tensor, whole(model.module.state_dict()[name])), name
-
-
-def test_checkpoints_of_sharded_parameters(tmp_path: Any) -> None:
-    run_ranks(sharded_checkpoint, str(tmp_path), world_size=4, backend="ring")
 
 
 # What cannot be averaged.
 
 
-def refusals() -> None:
+@on_ranks(4)
+def test_refusals() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -249,7 +239,3 @@ def refusals() -> None:
         ours(torch.ones(2, 20))
     with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
         RingDP(switching(), device_mesh=mesh)
-
-
-def test_refusals() -> None:
-    run_ranks(refusals, world_size=4, backend="ring")

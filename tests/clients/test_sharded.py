@@ -11,13 +11,10 @@ import pytest
 
 from tests.clients.both import on_both
 from tests.helpers import need
-from tests.train.harness import ring_is_built
 
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 class Block(nn.Module):
@@ -139,12 +136,7 @@ def zero() -> list[Any]:
 
 
 def sharded_over_two() -> dict[str, Any]:
-    return {
-        "FSDP1": fsdp1_all(),
-        "FSDP2": fsdp2_all((2,)),
-        "replicate": replicated(),
-        "ZeRO": zero(),
-    }
+    return {"FSDP1": fsdp1_all(), "FSDP2": fsdp2_all((2,)), "replicate": replicated(), "ZeRO": zero()}
 
 
 def test_sharded_over_two() -> None:
@@ -152,7 +144,7 @@ def test_sharded_over_two() -> None:
 
 
 def sharded_over_four() -> dict[str, Any]:
-    return {"HSDP": fsdp2_all((2, 2)), "FSDP1": fsdp1_all(), "FSDP2": fsdp2_all((4,)), "ZeRO": zero()}
+    return {"HSDP": fsdp2_all((2, 2))}
 
 
 def test_sharded_over_four() -> None:
@@ -248,7 +240,7 @@ def tensor_parallel_both() -> dict[str, list[Any]]:
     return {"plain": tensor_parallel(False), "sequence": tensor_parallel(True)}
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.ci)))
 def test_tensor_parallel(world_size: int) -> None:
     on_both(tensor_parallel_both, world_size=world_size, tolerance=None if world_size == 2 else 1e-4)
 
@@ -288,7 +280,6 @@ def pipelines() -> dict[str, list[Any]]:
     return {name: pipeline(name) for name in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")}
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_pipelines(world_size: int) -> None:
-    """Nothing is summed over ranks: the same bits whatever the number of ranks."""
-    on_both(pipelines, world_size=world_size)
+def test_pipelines() -> None:
+    """Nothing is summed over ranks: the same bits whatever the number of ranks. The second one sends and receives."""
+    on_both(pipelines, world_size=3)

@@ -10,11 +10,10 @@ import pytest
 from tests.clients import torch_files
 from tests.clients.torch_suite import Verdict, only_on_gloo, run_apart
 from tests.helpers import need
-from tests.train.harness import ring_is_built
 
 torch = need("torch")
 need("expecttest")
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")]
+pytestmark = pytest.mark.ci
 
 # What cannot pass, and why.
 EXPLAINED = {
@@ -50,7 +49,7 @@ A_FEW = (
 
 # The same of PyTorch's test/distributed (RINGDP_TORCH_TESTS names it), written for 2.6.
 FILES_EXPLAINED = {
-    "find_unused_parameters_kwarg": "expects an error about parameters that are used outside forward: RingDP averages",
+    "find_unused_parameters_kwarg": "expects an error about parameters that are used outside forward: RingDP averages"
 }
 
 

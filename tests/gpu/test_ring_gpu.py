@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.contract import test_collectives_torch as contract
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -89,7 +89,8 @@ COUNT = 2_000_000
 BUSY_CYCLES = 200_000_000  # a tenth of a second or so, in which the GPU is not done with what was queued before
 
 
-def on_other_streams() -> None:
+@on_ranks()
+def test_on_other_streams() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(COUNT, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -105,7 +106,8 @@ def on_other_streams() -> None:
     assert bool((doubled == world * (world + 1)).all())
 
 
-def freed_at_once() -> None:
+@on_ranks()
+def test_freed_at_once() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     out = torch.zeros(world * COUNT, device="cuda")
     mine = torch.full((COUNT,), float(rank + 1), device="cuda")
@@ -125,7 +127,8 @@ def freed_at_once() -> None:
     assert all(bool((one == -1).all()) for one in spoilers)
 
 
-def flattened_and_freed() -> None:
+@on_ranks()
+def test_flattened_and_freed() -> None:
     """Of input whose strides are not those of a flat buffer the library makes a copy, which nobody else holds."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = torch.full((1000, COUNT // 1000), float(rank + 1), device="cuda")
@@ -138,7 +141,8 @@ def flattened_and_freed() -> None:
     assert all(bool((one == -1).all()) for one in spoilers)
 
 
-def two_on_the_same_memory() -> None:
+@on_ranks()
+def test_two_on_the_same_memory() -> None:
     """Without a wait between, the second takes what the first gives, as it would on one stream."""
     world = dist.get_world_size()
     for count in (1000, COUNT):
@@ -149,7 +153,8 @@ def two_on_the_same_memory() -> None:
         assert bool((x == world**3).all())
 
 
-def chained() -> None:
+@on_ranks()
+def test_chained() -> None:
     """What a future's callback computes is ordered after the result, on streams."""
     world = dist.get_world_size()
     x = torch.ones(COUNT, device="cuda")
@@ -158,19 +163,11 @@ def chained() -> None:
     assert bool((future.wait() == 2 * world).all())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [on_other_streams, freed_at_once, flattened_and_freed, two_on_the_same_memory, chained],
-    ids=lambda case: case.__name__,
-)
-def test_streams_and_memory(case: Callable[[], None]) -> None:
-    run_ranks(case, world_size=2, backend="ring")
-
-
 # --- CUDA graphs
 
 
-def refuses_capture() -> None:
+@on_ranks()
+def test_capturing_a_cuda_graph_is_refused_in_words() -> None:
     x = torch.ones(1000, device="cuda")
     dist.all_reduce(x)
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +175,3 @@ def refuses_capture() -> None:
         dist.all_reduce(x)
     dist.all_reduce(x)  # and the group goes on
     assert bool((x == dist.get_world_size() ** 2).all())
-
-
-def test_capturing_a_cuda_graph_is_refused_in_words() -> None:
-    run_ranks(refuses_capture, world_size=2, backend="ring")

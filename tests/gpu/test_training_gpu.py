@@ -16,7 +16,7 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.given_gradients import Formula, Given, noise
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -54,19 +54,18 @@ def steps(module: nn.Module, count: int = 4, scaler: Any = None) -> list[str]:
 # --- against DDP
 
 
-def as_ddp(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "reentrant"])
+@on_ranks(1, backend=NCCL)
+def test_one_rank_over_nccl_trains_as_ddp_to_the_bit(name: str) -> None:
     torch.backends.cudnn.deterministic = True
     ours = steps(RingDP(models.build(name).to(DEVICE), device_ids=[0]))
     theirs = steps(DistributedDataParallel(models.build(name).to(DEVICE), device_ids=[0]))
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "reentrant"])
-def test_one_rank_over_nccl_trains_as_ddp_to_the_bit(name: str) -> None:
-    run_ranks(as_ddp, name, world_size=1, backend=NCCL)
-
-
-def scaled_as_ddp(compression: str | None) -> None:
+@pytest.mark.parametrize("compression", [None, "int8"])
+@on_ranks(1, backend=NCCL)
+def test_loss_scaling_over_nccl(compression: str | None) -> None:
     ours = RingDP(models.build("mlp").to(DEVICE), compression=compression)
     scaler = ringdp.amp.GradScaler("cuda", init_scale=1024.0)
     ours_seen = steps(ours, scaler=scaler)
@@ -77,11 +76,6 @@ def scaled_as_ddp(compression: str | None) -> None:
     if compression is None:
         assert ours_seen[0] == theirs_seen[0]
         assert ours_seen[2:] == theirs_seen[2:]  # what a skipped step leaves in the gradients is nobody's
-
-
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_loss_scaling_over_nccl(compression: str | None) -> None:
-    run_ranks(scaled_as_ddp, compression, world_size=1, backend=NCCL)
 
 
 # --- against the CPU

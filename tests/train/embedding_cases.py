@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -103,17 +102,6 @@ def refuse(how: str) -> None:
         table(ids.float(), torch.tensor([0]))
     table(ids, torch.tensor([1 if how == "offsets" and other else 0])).sum().backward()
     table.step()
-
-
-def outcome_of_refusal(how: str) -> None:
-    try:
-        refuse(how)
-        result = "nothing", ""
-    except Exception as error:
-        result = type(error).__name__, str(error)
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    raise RuntimeError(repr(result))  # the group may have failed: the harness must make new processes
 
 
 def beside_ringdp() -> tuple[float, float]:

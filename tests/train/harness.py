@@ -3,6 +3,9 @@
     from tests.train.harness import run_ranks
     results = run_ranks(case, 3.0, world_size=2, backend="gloo")     # [what rank 0 returned, what rank 1 returned]
 
+    @on_ranks(2)
+    def test_it() -> None: ...                                       # all of the test is what each rank does
+
 `case` is a module-level function of an importable module (`tests.train.test_x`); it is called on every rank with the
 default process group initialised (``backend=None``: without one). Arguments and results are pickled.
 The processes stay for the next call; one that failed, died or hung is killed, with its whole group, and the next call
@@ -24,7 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ from unittest import mock
 from tests.forked import Forked
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +114,44 @@ def each(*cases: Callable[..., Any], **kwargs: Any) -> list[Any]:
     return results
 
 
+def on_ranks(
+    world_size: int | Sequence[int] = 2,
+    *,
+    backend: str | Sequence[str] | None = "ring",
+    timeout_s: float = 60.0,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of what every rank does, with each of the world sizes over each of the backends."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            for size in [world_size] if isinstance(world_size, int) else world_size:
+                for name in [backend] if backend is None or isinstance(backend, str) else backend:
+                    run_ranks(function, world_size=size, backend=name, timeout_s=timeout_s, **arguments)
+
+        test.on_rank = function  # type: ignore[attr-defined]  # by this name the ranks find it
+        function.__qualname__ += ".on_rank"
+        return test
+
+    return decorate
+
+
+def errors_of(function: Callable[..., Any], *args: Any, **options: Any) -> list[BaseException]:
+    """What `function(*args)` raises on each rank; the processes stay, as leaving the group must be possible then."""
+    found: list[BaseException | None] = run_ranks(error_of, function, *args, **options)
+    assert all(error is not None for error in found), found
+    return [error for error in found if error is not None]
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> BaseException | None:
+    """Of a rank: what that raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return _picklable(error.with_traceback(None))
+    return None
+
+
 def backends() -> list[str]:
     """The process group backends to test: those in RINGDP_TEST_BACKENDS, or gloo and ring once that is built."""
     chosen = os.environ.get("RINGDP_TEST_BACKENDS")
@@ -137,6 +179,18 @@ def same_everywhere(*what: Any) -> bool:
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, what)
     return all(one == everybody[0] for one in everybody)
+
+
+def require_same_bits(tensors: Iterable[torch.Tensor]) -> None:
+    """Of a rank: its tensors must have the bits of every other rank's."""
+    import torch.distributed as dist
+
+    mine = [tensor.detach().clone() for tensor in tensors]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    for rank, theirs in enumerate(everybody):
+        assert len(theirs) == len(mine)
+        assert all(one.equal(other) for one, other in zip(mine, theirs, strict=True)), f"not the bits of rank {rank}"
 
 
 def default_group() -> dist.ProcessGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -298,13 +297,6 @@ def outcome_of(case: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
-
-
-def outcome_of_disagreement(how: str) -> tuple[str, str]:
-    result = outcome_of(disagree, how)
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    raise RuntimeError(repr(result))  # the group has failed: the harness must make new processes
 
 
 def saved_state(steps: int, path: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from tests.fault.elastic_jobs import joined
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 and later have it")
 
@@ -83,16 +83,14 @@ def averages(options: dict[str, Any]) -> None:
         assert (one[0] == 128).all()
 
 
-def averages_with_each_option() -> None:
+@on_ranks()
+def test_exact_means() -> None:
     for options in EXACT:
         averages(options)
 
 
-def test_exact_means() -> None:
-    run_ranks(averages_with_each_option, backend="ring")
-
-
-def codes() -> None:
+@on_ranks()
+def test_compressed_means() -> None:
     for compression in ("int8", "bf16", "topk"):
         model = RingDP(Net(), compression=compression)
         for _ in range(3):
@@ -102,20 +100,14 @@ def codes() -> None:
                 check(gradients, 128.5, rtol=0.02)
 
 
-def test_compressed_means() -> None:
-    run_ranks(codes, backend="ring")
-
-
-def in_an_elastic_job(folder: str) -> None:
-    with joined(folder, elastic=True):
+@on_ranks(backend=None)
+def test_in_an_elastic_job(tmp_path: Path) -> None:
+    with joined(str(tmp_path), elastic=True):
         averages({})
 
 
-def test_in_an_elastic_job(tmp_path: Path) -> None:
-    run_ranks(in_an_elastic_job, str(tmp_path), backend=None)
-
-
-def set_after_wrapping() -> None:
+@on_ranks()
+def test_set_after_wrapping() -> None:
     net = nn.Linear(8, 4).to(BF16)
     model = RingDP(net)
     for dtype in (BF16, F32, BF16):
@@ -135,7 +127,8 @@ def set_after_wrapping() -> None:
     assert of(net.bias).dtype == F32
 
 
-def set_in_a_step() -> None:
+@on_ranks()
+def test_set_in_a_step() -> None:
     net = nn.Linear(8, 4).to(BF16)
     model = RingDP(net)
     loss = model(torch.ones(1, 8, dtype=BF16)).sum()
@@ -146,7 +139,8 @@ def set_in_a_step() -> None:
     assert caught.value.name is not None
 
 
-def of_any_type() -> None:
+@on_ranks()
+def test_of_any_type() -> None:
     net = nn.Linear(8, 4)
     net.bias.grad_dtype = None
     with pytest.raises(InvalidArgumentError) as caught:
@@ -162,7 +156,8 @@ def of_any_type() -> None:
     assert caught.value.name == "bias"
 
 
-def of_one_rank() -> None:
+@on_ranks()
+def test_of_one_rank() -> None:
     net = nn.Linear(8, 4).to(BF16)
     if dist.get_rank() == 1:
         net.bias.grad_dtype = F32
@@ -170,12 +165,8 @@ def of_one_rank() -> None:
         RingDP(net)
 
 
-@pytest.mark.parametrize("case", [set_after_wrapping, set_in_a_step, of_any_type, of_one_rank])
-def test_when_it_is_set(case: Any) -> None:
-    run_ranks(case, backend="ring")
-
-
-def sparse() -> None:
+@on_ranks(backend="gloo")
+def test_sparse_gradients() -> None:
     net = nn.Embedding(10, 3, sparse=True).to(BF16)
     net.weight.grad_dtype = F32
     model = RingDP(net)
@@ -184,7 +175,3 @@ def sparse() -> None:
         (model(torch.tensor([1])) * (256 if dist.get_rank() == 0 else 1)).sum().backward()
         assert of(net.weight).dtype == F32
         assert (of(net.weight).to_dense()[1] == 128.5).all()
-
-
-def test_sparse_gradients() -> None:
-    run_ranks(sparse, backend="gloo")

@@ -104,8 +104,7 @@ def alone(code: str, **environ: str) -> str:
 # Whose memory it is.
 
 
-@pytest.mark.parametrize("width", [WIDTH, LARGE])
-@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize(("width", "as_view"), [(WIDTH, True), (WIDTH, False), (LARGE, True)])
 def test_buckets_gradients_and_what_backward_allocates_come_from_the_pool(width: int, as_view: bool) -> None:
     module = Model(width)
     model = wrapped(module, gradient_as_bucket_view=as_view)
@@ -277,13 +276,7 @@ def test_it_goes_with_the_last_wrapper_but_for_tensors_that_are_kept() -> None:
         "again = t.wrapped(); t.step(again); print(torch.equal(kept, values))\n"
         "del again, kept; gc.collect(); print(t.gradient_memory())\n"
     )
-    assert said.split() == [
-        "True",
-        "True",
-        "True",
-        "True",
-        *["GradientMemory(installed=True,", "bytes_in_use=0,", "bytes_idle=0)"],
-    ]
+    assert said.split() == ["True"] * 4 + ["GradientMemory(installed=True,", "bytes_in_use=0,", "bytes_idle=0)"]
 
 
 def test_what_it_holds_is_in_the_logging_data() -> None:
@@ -310,15 +303,10 @@ def gradient(group: None) -> Tensor:
 
 
 def saved(tensor: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
+    torch.save(tensor, file := io.BytesIO())
     file.seek(0)
     loaded: Tensor = torch.load(file)
     return loaded
-
-
-def shared(tensor: Tensor) -> Tensor:
-    return tensor.share_memory_()
 
 
 def resized(tensor: Tensor) -> Tensor:
@@ -337,7 +325,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.save": saved,
     "pickle": lambda tensor: pickle.loads(pickle.dumps(tensor)),
     "deepcopy": copy.deepcopy,
-    "share_memory_": shared,
+    "share_memory_": lambda tensor: tensor.share_memory_(),
     "resize_": resized,
     "_lazy_clone": lazily,
     "numpy": lambda tensor: torch.from_numpy(tensor.numpy()),
@@ -354,9 +342,9 @@ def test_copies_and_moves(gradient: Tensor, how: str) -> None:
     assert torch.equal(result.flatten(), torch.arange(1 << 19, dtype=torch.float32))
 
 
-def test_a_forked_child_reads_frees_and_writes_its_own() -> None:
+def test_a_forked_child_has_its_own_and_a_program_may_end_with_such_tensors_everywhere() -> None:
     said = alone(
-        "import os\n"
+        "import os, sys, threading\n"
         "m = t.wrapped(); t.step(m)\n"
         "kept = [p.grad for p in m.parameters()]; values = [grad.clone() for grad in kept]\n"
         "same = lambda: all(map(torch.equal, kept, values))\n"
@@ -366,7 +354,9 @@ def test_a_forked_child_reads_frees_and_writes_its_own() -> None:
         "    for grad in kept: grad.zero_()\n"
         "    del kept[:], m; t.step(t.Model())\n"
         "    os._exit(0 if good else 1)\n"
-        "print(os.waitpid(child, 0)[1], same()); t.step(m)"
+        "print(os.waitpid(child, 0)[1], same()); t.step(m); sys.kept = kept\n"
+        "local = threading.local(); local.kept = kept\n"
+        "threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()"
     )
     assert said == "0 True\n"
 
@@ -462,43 +452,34 @@ def replace(priority=0):
 """
 
 
-def test_an_allocator_of_another_library_is_left_alone_and_said_once() -> None:
-    said = alone(REPLACE + "replace()\nfor _ in range(2): t.step(t.wrapped())\nprint(t.gradient_memory())")
-    assert said.count("another library replaced torch's CPU allocator before RingDP could install its own") == 1
-    assert said.strip().endswith("GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)")
+OF_ANOTHER_LIBRARY = {
+    "before": (
+        "replace()\nfor _ in range(2): t.step(t.wrapped())\nprint(t.gradient_memory())",
+        "another library replaced torch's CPU allocator before RingDP could install its own",
+        "GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)",
+    ),
+    "after": (
+        "m = t.wrapped(); t.step(m); kept = m.module.layers[0].weight.grad.clone(); replace()\n"
+        "for _ in range(3): t.step(m)\nprint(m.module.noted, t.gradient_memory().installed)",
+        "another library replaced torch's CPU allocator after RingDP had installed its own",
+        f"{[True] * 3 + [False] * 9} False",
+    ),
+    "of higher priority": (
+        "default = c10._ZN3c1022GetDefaultCPUAllocatorEv; default.restype = ctypes.c_void_p\n"
+        "c10._ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh(ctypes.c_void_p(default()), ctypes.c_uint8(9))\n"
+        "t.step(t.wrapped()); print(t.gradient_memory())",
+        "torch keeps another CPU allocator of higher priority: gradient_pool has no effect",
+        "GradientMemory(installed=False, bytes_in_use=0, bytes_idle=0)",
+    ),
+}
 
 
-def test_an_allocator_that_comes_later_is_noticed_and_said_once() -> None:
-    said = alone(
-        REPLACE + "m = t.wrapped(); t.step(m); kept = m.module.layers[0].weight.grad.clone(); replace()\n"
-        "for _ in range(3): t.step(m)\nprint(m.module.noted, t.gradient_memory().installed)"
-    )
-    assert said.count("another library replaced torch's CPU allocator after RingDP had installed its own") == 1
-    assert said.strip().endswith(f"{[True] * 3 + [False] * 9} False")
-
-
-def test_a_refused_installation_is_said() -> None:
-    set_priority = "c10._ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh(ctypes.c_void_p("
-    set_priority += "c10._ZN3c1022GetDefaultCPUAllocatorEv()), ctypes.c_uint8(9))\n"
-    said = alone(
-        REPLACE
-        + "c10._ZN3c1022GetDefaultCPUAllocatorEv.restype = ctypes.c_void_p\n"
-        + set_priority
-        + "t.step(t.wrapped()); print(t.gradient_memory())"
-    )
-    assert said.count("torch keeps another CPU allocator of higher priority: gradient_pool has no effect") == 1
-    assert "installed=False, bytes_in_use=0" in said
-
-
-def test_a_program_may_end_with_such_tensors_everywhere() -> None:
-    said = alone(
-        "import threading, sys\n"
-        "m = t.wrapped(); t.step(m); kept = [p.grad for p in m.parameters()]; sys.kept = kept\n"
-        "local = threading.local(); local.kept = kept\n"
-        "threading.Thread(target=lambda: threading.Event().wait(), daemon=True).start()\n"
-        "print('over')"
-    )
-    assert said == "over\n"
+@pytest.mark.parametrize("when", OF_ANOTHER_LIBRARY)
+def test_an_allocator_of_another_library_is_left_alone_and_said_once(when: str) -> None:
+    code, warning, end = OF_ANOTHER_LIBRARY[when]
+    said = alone(REPLACE + code)
+    assert said.count(warning) == 1
+    assert said.strip().endswith(end)
 
 
 def test_without_address_space_torch_says_what_it_always_says() -> None:

@@ -100,12 +100,3 @@ def test_a_wrong_option_is_answered_before_anything_starts(
         hybrid_2d.main(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_help_says_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        hybrid_2d.main(["--help"])
-    assert ended.value.code == 0
-    output = capsys.readouterr().out
-    assert "python launch.py --nproc-per-node 4 examples/hybrid_2d.py --mode tp" in output
-    assert "--seed" in output

@@ -21,18 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from ringdp.ddp.wrapper import RingDP
 from tests.fault.elastic_jobs import joined
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks
 
 LARGE = 1 << 20  # elements of float32 from which on a gradient is reduced where autograd left it
-SHAPES: list[tuple[int, ...]] = [
-    (1024, 1024),
-    (LARGE + 3,),
-    (LARGE - 1,),
-    (64, 32),
-    (5,),
-    (8, 3, 4, 4),
-    (256, 256, 4, 4),
-]
+SHAPES: list[tuple[int, ...]] = [(1024, 1024), (LARGE + 3,), (LARGE - 1,), (64, 32), (5,)]
+SHAPES += [(8, 3, 4, 4), (256, 256, 4, 4)]
 COUNTING = torch.arange(LARGE + 3, dtype=torch.int32)
 TAKEN = ("data", "detach", "view", "numpy", "tensor", "dlpack", "flat", "nothing")
 ZEROED = ("in place", "by the model", "by the optimizer", "the flat one", "to None")
@@ -119,7 +112,7 @@ def draw(seed: int, *, elastic: bool = False, only: dict[str, Any] | None = None
     followers: list[Taken] = []  # show the mean
     keepers: list[tuple[Tensor, Tensor]] = []  # of a .grad that was let go, and what it was
     story = [f"seed {seed}", str(options), str([tuple(part.shape) for part in net.parts])]
-    for step in range(6):
+    for step in range(4):
         micros = pick.choice([1, 1, 2])
         skipped = pick.choice([None, *range(len(net.parts))]) if not coded and not hooked and not weighted else None
         story.append(f"step {step}: {micros} micro-batches, {skipped} is not used on rank 1")
@@ -189,36 +182,25 @@ def zero(how: str, model: RingDP, optimizer: torch.optim.Optimizer, flat: Tensor
             part.grad.zero_()
 
 
-def draw_several(first: int, count: int, only: dict[str, Any] | None = None) -> None:
-    torch.set_num_threads(1)
-    for seed in range(first, first + count):
-        draw(seed, only=only)
-
-
-@pytest.mark.parametrize("first", [0, 3])
-def test_what_was_taken_of_a_gradient_shows_the_mean(first: int) -> None:
-    run_ranks(draw_several, first, 3, backend="ring")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [100, 110, 120])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_was_taken_shows_the_mean_in_many_programs(ranks: int, first: int) -> None:
-    run_ranks(draw_several, first, 10, backend="ring", world_size=ranks, timeout_s=300)
+@on_ranks((1, 2, 3), timeout_s=900)
+@pytest.mark.timeout(2700)
+def test_what_was_taken_of_a_gradient_shows_the_mean_in_many_programs() -> None:
+    torch.set_num_threads(1)
+    for seed in range(100, 130):
+        draw(seed)
 
 
-def draw_with_each_option() -> None:
+@on_ranks()
+def test_what_was_taken_of_a_gradient_shows_the_mean_beside_each_option() -> None:
     torch.set_num_threads(1)
     for number, options in enumerate(OPTIONS):
         draw(50 + number, only=options)
 
 
-def test_beside_each_option() -> None:
-    run_ranks(draw_with_each_option, backend="ring")
-
-
-def arrays_of_small_gradients(folder: str) -> None:
-    with joined(folder, elastic=True) as rank:
+@on_ranks(backend=None)
+def test_an_array_of_a_small_gradient_in_an_elastic_job(tmp_path: Path) -> None:
+    with joined(str(tmp_path), elastic=True) as rank:
         model = RingDP(nn.Linear(4, 4))
         arrays: list[Any] = []
         for step in range(6):
@@ -231,16 +213,9 @@ def arrays_of_small_gradients(folder: str) -> None:
                 assert torch.equal(torch.from_numpy(array), gradient)
 
 
-def test_an_array_of_a_small_gradient_in_an_elastic_job(tmp_path: Path) -> None:
-    run_ranks(arrays_of_small_gradients, str(tmp_path), backend=None)
-
-
-def draw_in_an_elastic_job(folder: str, first: int, count: int) -> None:
-    torch.set_num_threads(1)
-    with joined(folder, elastic=True):
-        for seed in range(first, first + count):
-            draw(seed, elastic=True)
-
-
+@on_ranks(backend=None)
 def test_in_an_elastic_job(tmp_path: Path) -> None:
-    run_ranks(draw_in_an_elastic_job, str(tmp_path), 0, 4, backend=None)
+    torch.set_num_threads(1)
+    with joined(str(tmp_path), elastic=True):
+        for seed in range(2):
+            draw(seed, elastic=True)

@@ -15,9 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks
 
 HALF = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
@@ -63,7 +61,8 @@ def gradients(model: nn.Module, *arguments: Any) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def as_one_process_in_low_precision() -> None:
+@on_ranks(backend=backends())
+def test_as_one_process_in_low_precision() -> None:
     """A module that is bfloat16 throughout computes the same; its gradients averaged in bfloat16 are what arrives."""
     ours = RingDP(built(), mixed_precision=HALF)
     assert ours.module.norm.running_mean.dtype == torch.bfloat16
@@ -87,7 +86,8 @@ def as_one_process_in_low_precision() -> None:
         assert torch.equal(everybody[0], everybody[1])
 
 
-def reduced_in_full_precision() -> None:
+@on_ranks(backend=backends())
+def test_reduced_in_full_precision() -> None:
     """reduce_dtype above param_dtype: the average of both ranks' rounded gradients is not rounded again."""
     ours = RingDP(
         nn.Linear(1, 1, bias=False),
@@ -97,7 +97,8 @@ def reduced_in_full_precision() -> None:
     assert ours.module.weight.grad.item() == (1 + 2.0**-8) / 2  # bfloat16 has 8 bits
 
 
-def checkpointing() -> None:
+@on_ranks(backend=backends())
+def test_checkpointing() -> None:
     ours = RingDP(built(), mixed_precision=HALF)
     expected = gradients(ours)
     for kind in ("non-reentrant", "reentrant"):
@@ -105,7 +106,8 @@ def checkpointing() -> None:
             torch.testing.assert_close(one, other, rtol=2**-6, atol=1e-2)
 
 
-def accumulation_and_copies() -> None:
+@on_ranks(backend=backends())
+def test_accumulation_and_copies() -> None:
     """Gradients add up in float32; copies of the wrapper compute alike; the module by itself computes in full."""
     ours = RingDP(built().eval(), mixed_precision=HALF)
     expected = gradients(ours)
@@ -127,7 +129,8 @@ def accumulation_and_copies() -> None:
     assert ours.module.first(data()).dtype == torch.float32
 
 
-def ignored_and_failing() -> None:
+@on_ranks(backend=backends())
+def test_ignored_and_failing() -> None:
     """Parameters that DDP ignores are not cast; a forward that raises leaves full precision behind."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     RingDP._set_params_and_buffers_to_ignore_for_model(module, ["1.weight", "1.bias"])
@@ -137,17 +140,3 @@ def ignored_and_failing() -> None:
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     with pytest.raises(RuntimeError, match="cannot be combined"):
         ours.register_comm_hook(None, lambda state, bucket: None)
-
-
-CASES = [
-    as_one_process_in_low_precision,
-    reduced_in_full_precision,
-    checkpointing,
-    accumulation_and_copies,
-    ignored_and_failing,
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_mixed_precision(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)

@@ -19,7 +19,7 @@ from ringdp.compression import EF21, Int8, TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook, parameter_names
 from tests.train import compressed_training as training
-from tests.train.harness import run_ranks
+from tests.train.harness import backends, on_ranks, run_ranks
 
 
 def net() -> nn.Sequential:
@@ -71,7 +71,8 @@ def names_by(way: str) -> tuple[dict[str, str], set[str], str]:
     return model.compression_stats().parameters, heard, str(refused.value)
 
 
-def every_way() -> None:
+@on_ranks()
+def test_every_way_has_the_names_of_the_plain_model() -> None:
     plain = names_by("plain")
     assert set(plain[0]) == plain[1] == {name for name, _ in net().named_parameters()}
     assert [plain[0][name].partition("(")[0] for name in ("0.weight", "1.weight", "2.weight", "2.bias")] == [
@@ -81,21 +82,14 @@ def every_way() -> None:
         assert names_by(way) == plain, way
 
 
-def test_every_way_has_the_names_of_the_plain_model() -> None:
-    run_ranks(every_way, world_size=2, backend="ring")
-
-
-def around() -> None:
+@on_ranks()
+def test_a_compiled_wrapper() -> None:
     """torch.compile over RingDP: its methods are RingDP's."""
     model: Any = compiled(RingDP(net(), compression="int8", rules=RULES))
     training.loss_of(model, 0).backward()
     assert set(model.compression_stats().parameters) == {name for name, _ in net().named_parameters()}
     state = model.compression_state_dict()
     RingDP(net(), compression="int8", rules=RULES).load_compression_state_dict(state)
-
-
-def test_a_compiled_wrapper() -> None:
-    run_ranks(around, world_size=2, backend="ring")
 
 
 def one_rank_compiles() -> list[str]:
@@ -109,19 +103,21 @@ def test_ranks_may_compile_or_not() -> None:
     assert first == second
 
 
-def differing() -> str:
+@on_ranks()
+def test_messages_about_models_have_clean_names() -> None:
     model = net() if dist.get_rank() else compiled(nn.Sequential(nn.Linear(48, 99)))
     with pytest.raises(ringdp.MismatchError) as caught:
         RingDP(model)
-    return str(caught.value)
+    assert "_orig_mod" not in str(caught.value)
 
 
-def test_messages_about_models_have_clean_names() -> None:
-    for text in run_ranks(differing, world_size=2, backend="ring"):
-        assert "_orig_mod" not in text
-
-
-def goes_on(compression: Any, consolidated: bool) -> None:
+@pytest.mark.parametrize(
+    ("compression", "consolidated"),
+    [("int4", False), ("int4", True), (TopK(0.1), True), (Int8(error_feedback=EF21()), False)],
+    ids=str,
+)
+@on_ranks()
+def test_states_of_compiled_and_plain_models_load_into_each_other(compression: Any, consolidated: bool) -> None:
     """A state goes through models of each way; with it each run goes on with the same bits."""
     first = RingDP(net(), compression=copy.deepcopy(compression))
     training.train(first, range(3))
@@ -141,12 +137,6 @@ def goes_on(compression: Any, consolidated: bool) -> None:
     assert len(set(map(tuple, seen.values()))) == 1, seen
 
 
-@pytest.mark.parametrize("consolidated", [False, True], ids=["exact", "consolidated"])
-@pytest.mark.parametrize("compression", ["int4", TopK(0.1), Int8(error_feedback=EF21())], ids=str)
-def test_states_of_compiled_and_plain_models_load_into_each_other(compression: Any, consolidated: bool) -> None:
-    run_ranks(goes_on, compression, consolidated, world_size=2, backend="ring")
-
-
 def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
     """torch's DDP: compiled outside and inside, with the model that the hook is told."""
     inner = net() if way in ("plain", "around") else WAYS[way]()
@@ -158,14 +148,10 @@ def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
     return seen, hook.state_dict(consolidated=True)["parameters"]
 
 
-def hooks(compression: Any) -> None:
-    plain, state = by_hook("plain", compression)
+@on_ranks(backend=backends())
+def test_the_hook_of_torchs_ddp() -> None:
+    plain, state = by_hook("plain", "int4")
     assert set(state) == {"0.weight"}
     for way in (*WAYS, "around"):
-        seen, its_state = by_hook(way, compression)
+        seen, its_state = by_hook(way, "int4")
         assert (seen, set(its_state)) == (plain, {"0.weight"}), way
-
-
-@pytest.mark.parametrize("backend", ["ring", "gloo"])
-def test_the_hook_of_torchs_ddp(backend: str) -> None:
-    run_ranks(hooks, "int4", world_size=2, backend=backend)

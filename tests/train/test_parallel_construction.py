@@ -19,9 +19,7 @@ import ringdp
 from ringdp.ddp.arguments import TABLE
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, require_same_bits
 
 
 def differing(kind: str) -> nn.Module:
@@ -51,15 +49,6 @@ def differing(kind: str) -> nn.Module:
     return model
 
 
-def mismatch(kind: str) -> str:
-    with pytest.raises(ringdp.MismatchError) as caught:
-        RingDP(differing(kind))
-    assert isinstance(caught.value, RuntimeError)  # as DDP's
-    assert caught.value.peer == 1 - dist.get_rank()
-    dist.barrier()  # the group still works
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "kind, expected",
     [
@@ -72,15 +61,20 @@ def mismatch(kind: str) -> str:
         ("buffer", ["'running'", "[2]", "[3]"]),
     ],
 )
-def test_models_that_differ(backend: str, kind: str, expected: list[str]) -> None:
-    for text in run_ranks(mismatch, kind, backend=backend):
-        for part in expected:
-            assert part in text
-        assert "rank 0" in text.lower()
-        assert "rank 1" in text.lower()
+@on_ranks(backend=backends())
+def test_models_that_differ(kind: str, expected: list[str]) -> None:
+    with pytest.raises(ringdp.MismatchError) as caught:
+        RingDP(differing(kind))
+    assert isinstance(caught.value, RuntimeError)  # as DDP's
+    assert caught.value.peer == 1 - dist.get_rank()
+    dist.barrier()  # the group still works
+    for part in (*expected, "rank 0", "rank 1"):
+        assert part.lower() in str(caught.value).lower()
 
 
-def initial_broadcast() -> None:
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+@on_ranks(backend=backends())
+def test_initial_broadcast() -> None:
     torch.manual_seed(dist.get_rank())
     model = models.MODELS["convolutional"]()
     model[2].running_mean += dist.get_rank()  # type: ignore[index]
@@ -97,7 +91,9 @@ def initial_broadcast() -> None:
     torch.testing.assert_close(unlike.weight.detach(), before, rtol=0, atol=0)
 
 
-def buffers_follow_rank_0() -> None:
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+@on_ranks(backend=backends())
+def test_buffers_follow_rank_0() -> None:
     for sync in (True, False):
         model = RingDP(models.build("convolutional"), broadcast_buffers=sync)
         for step in range(3):
@@ -110,48 +106,8 @@ def buffers_follow_rank_0() -> None:
         assert torch.equal(everybody[0], everybody[1]) == sync
 
 
-@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
-@pytest.mark.parametrize("case", [initial_broadcast, buffers_follow_rank_0])
-def test_state_is_rank_0s(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)
-
-
-def refusals() -> None:
-    frozen = nn.Linear(3, 3)
-    for parameter in frozen.parameters():
-        parameter.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter that requires"):
-        RingDP(frozen)
-    with pytest.raises(ringdp.InvalidArgumentError, match="mixed_precision must be"):
-        RingDP(nn.Linear(3, 3), mixed_precision=object())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no argument 'bucket_cap': did you mean 'bucket_cap_mb'"):
-        RingDP(nn.Linear(3, 3), bucket_cap=3)  # type: ignore[call-arg]
-    with pytest.raises(ringdp.InvalidArgumentError, match="above zero"):
-        RingDP(nn.Linear(3, 3), bucket_cap_mb=0)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
-        RingDP(nn.Linear(3, 3), device_mesh=mesh)
-    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
-        RingDP(nn.Linear(3, 3), device_mesh=mesh["a"], process_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match="need to be set at the same time"):
-        RingDP(nn.Linear(3, 3), delay_all_reduce_named_params=[])
-    with pytest.raises(ValueError, match="single element"):
-        RingDP(nn.Linear(3, 3), device_ids=[0, 1])
-    with pytest.raises(ValueError, match="device_ids"):
-        RingDP(nn.Linear(3, 3), device_ids=[0])
-    with pytest.raises(RuntimeError, match="uninitialized parameters"):
-        RingDP(nn.LazyLinear(3))
-    later = {"batched_grad_copy": True, "skip_all_reduce_unused_params": True}  # of torch 2.12 and 2.13
-    known: Any = {name: value for name, value in later.items() if name in TABLE}
-    RingDP(nn.Linear(3, 3), mixed_precision=None, **known)
-    if "forward_sync_buffers" in TABLE:
-        with pytest.warns(FutureWarning, match="forward_sync_buffers"):
-            RingDP(nn.Linear(3, 3), broadcast_buffers=True)
-    with pytest.warns(FutureWarning, match="check_reduction"):
-        RingDP(nn.Linear(3, 3), check_reduction=True)
-
-
-def positional_call() -> None:
+@on_ranks(1, backend=backends())
+def test_positional_call() -> None:
     """All of DDP's arguments by their positions, and the attributes that they become."""
     group = dist.new_group([0])
     buffers = inspect.signature(DistributedDataParallel.__init__).parameters["broadcast_buffers"].default
@@ -192,15 +148,44 @@ def positional_call() -> None:
     assert listed.bucket_bytes_cap == 2 << 20
 
 
-def test_positional_call(backend: str) -> None:
-    run_ranks(positional_call, world_size=1, backend=backend)
+@on_ranks(1, backend=backends())
+def test_what_is_refused() -> None:
+    frozen = nn.Linear(3, 3)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameter that requires"):
+        RingDP(frozen)
+    with pytest.raises(ringdp.InvalidArgumentError, match="mixed_precision must be"):
+        RingDP(nn.Linear(3, 3), mixed_precision=object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no argument 'bucket_cap': did you mean 'bucket_cap_mb'"):
+        RingDP(nn.Linear(3, 3), bucket_cap=3)  # type: ignore[call-arg]
+    with pytest.raises(ringdp.InvalidArgumentError, match="above zero"):
+        RingDP(nn.Linear(3, 3), bucket_cap_mb=0)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        RingDP(nn.Linear(3, 3), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        RingDP(nn.Linear(3, 3), device_mesh=mesh["a"], process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="need to be set at the same time"):
+        RingDP(nn.Linear(3, 3), delay_all_reduce_named_params=[])
+    with pytest.raises(ValueError, match="single element"):
+        RingDP(nn.Linear(3, 3), device_ids=[0, 1])
+    with pytest.raises(ValueError, match="device_ids"):
+        RingDP(nn.Linear(3, 3), device_ids=[0])
+    with pytest.raises(RuntimeError, match="uninitialized parameters"):
+        RingDP(nn.LazyLinear(3))
+    later = {"batched_grad_copy": True, "skip_all_reduce_unused_params": True}  # of torch 2.12 and 2.13
+    known: Any = {name: value for name, value in later.items() if name in TABLE}
+    RingDP(nn.Linear(3, 3), mixed_precision=None, **known)
+    if "forward_sync_buffers" in TABLE:
+        with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+            RingDP(nn.Linear(3, 3), broadcast_buffers=True)
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        RingDP(nn.Linear(3, 3), check_reduction=True)
 
 
-def test_what_is_refused(backend: str) -> None:
-    run_ranks(refusals, world_size=1, backend=backend)
-
-
-def distributed_autograd() -> None:
+@on_ranks(1, backend="gloo")
+def test_distributed_autograd_is_refused() -> None:
     """Its gradients are not in .grad: refused at the first forward instead of not averaged."""
     import torch.distributed.autograd as distributed_autograd
     from torch.distributed import rpc
@@ -219,11 +204,6 @@ def distributed_autograd() -> None:
         rpc.shutdown()
 
 
-def test_distributed_autograd_is_refused(backend: str) -> None:
-    if backend == "gloo":
-        run_ranks(distributed_autograd, world_size=1, backend=backend)
-
-
 def step(model: nn.Module, number: int = 0) -> list[Tensor]:
     model.zero_grad()
     x, y = models.batch(number, dist.get_rank())
@@ -231,7 +211,8 @@ def step(model: nn.Module, number: int = 0) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def copies() -> None:
+@on_ranks(backend=backends())
+def test_copies() -> None:
     model = RingDP(models.build("mlp"), find_unused_parameters=False, bucket_cap_mb=0.001)
     assert isinstance(model, DistributedDataParallel)
     expected = step(model)
@@ -250,7 +231,8 @@ def copies() -> None:
         pickle.dumps(RingDP(models.build("mlp"), process_group=group))
 
 
-def state_dicts() -> None:
+@on_ranks(backend=backends())
+def test_state_dicts() -> None:
     model = RingDP(models.build("convolutional"))
     ddp = DistributedDataParallel(models.build("convolutional", seed=1))
     bare = models.build("convolutional", seed=2)
@@ -266,12 +248,8 @@ def state_dicts() -> None:
         model.load_state_dict({**bare.state_dict(), "more": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("case", [copies, state_dicts])
-def test_copies_and_state_dicts(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)
-
-
-def layout() -> None:
+@on_ranks(backend=backends())
+def test_layout() -> None:
     """Reverse order, buckets that grow from 1 MiB to the cap; after a step rank 0's order of arrival."""
 
     class Swapped(nn.Module):
@@ -316,11 +294,8 @@ def layout() -> None:
     assert data["world_size"] == dist.get_world_size()
 
 
-def test_layout(backend: str) -> None:
-    run_ranks(layout, backend=backend)
-
-
-def names_and_kinds_of_buckets() -> None:
+@on_ranks(1, backend=backends())
+def test_names_and_kinds_of_buckets() -> None:
     """A bucket per dtype, sparse gradients alone, and names that stay short and differ."""
     torch.manual_seed(0)
     mixed = nn.Sequential(
@@ -343,11 +318,8 @@ def names_and_kinds_of_buckets() -> None:
     assert one[-10:] != other[-10:]
 
 
-def test_names_and_kinds_of_buckets(backend: str) -> None:
-    run_ranks(names_and_kinds_of_buckets, world_size=1, backend=backend)
-
-
-def alone() -> None:
+@on_ranks(1, backend=backends())
+def test_a_world_of_one() -> None:
     """One rank: gradients are left alone, and no bucket takes memory."""
     model = RingDP(models.build("mlp"))
     bare = models.build("mlp")
@@ -363,11 +335,8 @@ def alone() -> None:
     assert model.stats().exposed_wait_s == 0
 
 
-def test_a_world_of_one(backend: str) -> None:
-    run_ranks(alone, world_size=1, backend=backend)
-
-
-def statistics() -> None:
+@on_ranks(backend=backends())
+def test_statistics() -> None:
     model = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     assert model.stats().steps == 0
     for number in range(3):
@@ -380,11 +349,9 @@ def statistics() -> None:
     assert 0 < stats.exposed_wait_s <= stats.total_exposed_wait_s
 
 
-def test_statistics(backend: str) -> None:
-    run_ranks(statistics, backend=backend)
-
-
-def uneven_inputs(hook: bool, divide_by_initial: bool) -> list[Tensor]:
+@pytest.mark.parametrize("hook, divide_by_initial", [(False, True), (False, False), (True, True)])
+@on_ranks(backend=backends())
+def test_uneven_inputs(hook: bool, divide_by_initial: bool) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     results = []
@@ -400,21 +367,11 @@ def uneven_inputs(hook: bool, divide_by_initial: bool) -> list[Tensor]:
         results.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-    return results[0]
-
-
-@pytest.mark.parametrize("hook, divide_by_initial", [(False, True), (False, False), (True, True)])
-def test_uneven_inputs(backend: str, hook: bool, divide_by_initial: bool) -> None:
-    first, second = run_ranks(uneven_inputs, hook, divide_by_initial, backend=backend)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def without_effect() -> None:
-    with pytest.warns(UserWarning, match="lazy_bucket_allocation=True has no effect"):
-        RingDP(torch.nn.Linear(2, 2), lazy_bucket_allocation=True)
+    require_same_bits(results[0])
 
 
 @pytest.mark.skipif("lazy_bucket_allocation" not in TABLE, reason="this torch has no lazy_bucket_allocation")
-def test_what_has_no_effect_says_so(backend: str) -> None:
-    run_ranks(without_effect, world_size=1, backend=backend)
+@on_ranks(1, backend=backends())
+def test_what_has_no_effect_says_so() -> None:
+    with pytest.warns(UserWarning, match="lazy_bucket_allocation=True has no effect"):
+        RingDP(torch.nn.Linear(2, 2), lazy_bucket_allocation=True)

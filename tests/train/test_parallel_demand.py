@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.train.harness import ring_is_built, run_ranks
+from tests.train.harness import run_ranks
 from tests.train.models import batch, build
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built (make build)")
 
 
 def demanded(*, ours: bool, find_unused: bool) -> list[list[Tensor]]:

@@ -20,9 +20,7 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
 from tests.train import models
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -67,8 +65,23 @@ NAMES = {"0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"}
 PHASES: list[set[str]] = [{"0.weight"}, set(), {"2.weight", "2.bias"}, {"0.bias", "4.weight"}, set()]
 
 
-def like_one_process(**arguments: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": False},
+        {"static_graph": True},
+        {"hook": True},
+        {"gradient_as_bucket_view": False},
+        {"skip_all_reduce_unused_params": True},
+    ],
+    ids=str,
+)
+@on_ranks(backend=backends())
+def test_what_is_frozen_is_not_sent_and_what_is_unfrozen_is(arguments: dict[str, Any]) -> None:
     """Frozen from the start, unfrozen, others frozen: after every phase the parameters are those of one process."""
+    arguments = dict(arguments)
     hook = arguments.pop("hook", False)
     module = models.build("mlp", seed=dist.get_rank())  # the frozen one, too, becomes rank 0's
     alone = models.build("mlp", seed=0)
@@ -94,24 +107,8 @@ def like_one_process(**arguments: Any) -> None:
             assert seen[-1] == NAMES - frozen
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"find_unused_parameters": True},
-        {"find_unused_parameters": False},
-        {"static_graph": True},
-        {"hook": True},
-        {"gradient_as_bucket_view": False},
-        {"skip_all_reduce_unused_params": True},
-    ],
-    ids=str,
-)
-def test_what_is_frozen_is_not_sent_and_what_is_unfrozen_is(backend: str, arguments: dict[str, Any]) -> None:
-    run_ranks(like_one_process, backend=backend, **arguments)
-
-
-def between_accumulation_steps() -> None:
+@on_ranks(backend=backends())
+def test_between_accumulation_steps() -> None:
     """What a parameter got under no_sync before it was frozen is averaged, once; frozen layers get nothing more."""
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
     train(ours, local_loss, range(2), frozen=set())
@@ -137,7 +134,8 @@ def between_accumulation_steps() -> None:
         assert parameter.grad.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
 
 
-def only_one_rank_has_something_left() -> None:
+@on_ranks(backend=backends())
+def test_only_one_rank_has_something_left() -> None:
     """Under no_sync rank 1 alone used the layer: rank 0 has no gradient there, and gets the mean as well."""
     ours = RingDP(nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}))
     ours.module.forward = lambda x, which: sum(ours.module[name](x).sum() for name in which)
@@ -149,12 +147,8 @@ def only_one_rank_has_something_left() -> None:
     torch.testing.assert_close(ours.module["a"].weight.grad, torch.full((1, 2), 2.0))
 
 
-@pytest.mark.parametrize("case", [between_accumulation_steps, only_one_rank_has_something_left])
-def test_frozen_between_accumulation_steps(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
-
-
-def everything_frozen() -> None:
+@on_ranks(backend=backends())
+def test_everything_frozen() -> None:
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
     for phase, frozen in enumerate([set(), NAMES, set()]):
         steps = range(10 * phase, 10 * phase + 2)
@@ -175,7 +169,8 @@ def everything_frozen() -> None:
             same(ours, alone)
 
 
-def copies() -> None:
+@on_ranks(backend=backends())
+def test_copies() -> None:
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     train(ours, local_loss, range(2), frozen=set())
     train(alone, joined_loss, range(2), frozen=set())
@@ -194,7 +189,8 @@ def copies() -> None:
             same(other, reference)
 
 
-def seen_when_it_counts() -> None:
+@on_ranks(backend=backends())
+def test_seen_when_it_counts() -> None:
     """Neither evaluation nor a forward under no_sync asks the other ranks; the next forward that synchronises does."""
     ours = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     local_loss(ours, 0).backward()
@@ -214,7 +210,8 @@ def seen_when_it_counts() -> None:
     torch.testing.assert_close(mine / dist.get_world_size(), ours.module[2].weight.grad)
 
 
-def before_the_backward() -> None:
+@on_ranks(backend=backends())
+def test_before_the_backward() -> None:
     """Two forwards before one backward, frozen in between: the old graph's gradient for it is left out."""
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     for model, loss in ((ours, local_loss), (alone, joined_loss)):
@@ -227,11 +224,6 @@ def before_the_backward() -> None:
             assert other.grad is None
         else:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("case", [everything_frozen, copies, seen_when_it_counts, before_the_backward])
-def test_around_freezing(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
 
 
 def all_are_here() -> None:
@@ -259,6 +251,7 @@ def disagree(frozen: list[list[str]]) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_ranks_that_disagree_get_the_names(backend: str) -> None:
     lists = [["0.weight"], ["0.weight", "2.bias"], ["0.weight", "2.bias", "4.weight"]]
     for outcome in run_outcomes(disagree, lists, world_size=3, backend=backend):
@@ -272,10 +265,9 @@ def test_ranks_that_disagree_get_the_names(backend: str) -> None:
             assert "4.weight requires grad on ranks 0, 1 and not on rank 2." in text
 
 
-def test_a_rank_that_froze_alone(backend: str) -> None:
-    if backend == "gloo":
-        pytest.skip("gloo's operations have no names: the ranks would wait for each other")
-    for outcome in run_outcomes(disagree, [[], ["2.weight"], []], world_size=3, backend=backend):
+def test_a_rank_that_froze_alone() -> None:
+    """On ring: gloo's operations have no names, and the ranks would wait for each other."""
+    for outcome in run_outcomes(disagree, [[], ["2.weight"], []], world_size=3, backend="ring"):
         assert outcome.text is None, outcome.text
         kind, text, took = outcome.value
         assert kind == "MismatchError"

@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -38,7 +36,9 @@ def same(ours: RingDP, ddp: DistributedDataParallel) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def accumulate_without_sync(set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(backend=backends())
+def test_no_sync(set_to_none: bool) -> None:
     ours, ddp = pair()
     for window in range(3):
         for model in (ours, ddp):
@@ -60,12 +60,8 @@ def accumulate_without_sync(set_to_none: bool) -> None:
     assert ours.stats().steps == 3
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_no_sync(backend: str, set_to_none: bool) -> None:
-    run_ranks(accumulate_without_sync, set_to_none, backend=backend)
-
-
-def backward_repeatedly() -> None:
+@on_ranks(backend=backends())
+def test_backward_repeatedly() -> None:
     """Every backward averages; the sum of averages is the average of sums."""
     ours, _ = pair()
     total: list[Tensor] = []
@@ -78,14 +74,16 @@ def backward_repeatedly() -> None:
         torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-7)
 
 
-def several_forwards_one_backward() -> None:
+@on_ranks(backend=backends())
+def test_several_forwards_one_backward() -> None:
     ours, ddp = pair()
     for model in (ours, ddp):
         (loss(model, 0) + loss(model, 1)).backward()
     same(ours, ddp)
 
 
-def several_forwards_several_backwards() -> None:
+@on_ranks(backend=backends())
+def test_several_forwards_several_backwards() -> None:
     """DDP forgets to average the second one; ours gives the sum of both averages."""
     ours, _ = pair()
     first, second = loss(ours, 0), loss(ours, 1)
@@ -97,7 +95,8 @@ def several_forwards_several_backwards() -> None:
         torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-7)
 
 
-def retain_graph() -> None:
+@on_ranks(backend=backends())
+def test_retain_graph() -> None:
     ours, _ = pair()
     value = loss(ours, 0)
     value.backward(retain_graph=True)
@@ -107,15 +106,8 @@ def retain_graph() -> None:
         torch.testing.assert_close(one, 2 * expected)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [backward_repeatedly, several_forwards_one_backward, several_forwards_several_backwards, retain_graph],
-)
-def test_order_of_forwards_and_backwards(backend: str, case: object) -> None:
-    run_ranks(case, backend=backend)  # type: ignore[arg-type]
-
-
-def forward_only() -> None:
+@on_ranks(backend=backends())
+def test_forward_without_backward() -> None:
     ours, _ = pair()
     loss(ours, 0)
     assert all(parameter.grad is None for parameter in ours.parameters())
@@ -130,11 +122,8 @@ def forward_only() -> None:
     assert ours.stats().steps == 1
 
 
-def test_forward_without_backward(backend: str) -> None:
-    run_ranks(forward_only, backend=backend)
-
-
-def zeroing() -> None:
+@on_ranks(backend=backends())
+def test_zeroing_both_ways() -> None:
     for set_to_none in (True, False):
         for by_optimizer in (True, False):
             ours, ddp = pair("convolutional")
@@ -153,11 +142,8 @@ def zeroing() -> None:
                 same(ours, ddp)
 
 
-def test_zeroing_both_ways(backend: str) -> None:
-    run_ranks(zeroing, backend=backend)
-
-
-def keep_gradients() -> None:
+@on_ranks(backend=backends())
+def test_keep_gradients() -> None:
     """A .grad that somebody still has keeps its values when the bucket is used again."""
     ours, _ = pair()
     loss(ours, 0).backward()
@@ -179,7 +165,8 @@ def keep_gradients() -> None:
     assert pointers
 
 
-def foreign_gradients() -> None:
+@on_ranks(backend=backends())
+def test_foreign_gradients() -> None:
     """Gradients that the user put there are added to, averaged and become parts of the bucket."""
     ours, ddp = pair("convolutional")
     for model in (ours, ddp):
@@ -190,7 +177,8 @@ def foreign_gradients() -> None:
     assert all(p.grad.stride() == p.stride() for p in ours.parameters() if p.grad is not None)
 
 
-def detach_and_in_place() -> None:
+@on_ranks(backend=backends())
+def test_detach_and_in_place() -> None:
     ours, _ = pair()
     loss(ours, 0).backward()
     for parameter in ours.parameters():
@@ -201,12 +189,9 @@ def detach_and_in_place() -> None:
     nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("case", [keep_gradients, foreign_gradients, detach_and_in_place])
-def test_gradients_in_users_hands(backend: str, case: object) -> None:
-    run_ranks(case, backend=backend)  # type: ignore[arg-type]
-
-
-def autograd_grad_does_not_reduce() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_autograd_grad_does_not_reduce() -> None:
     ours, _ = pair()
     local = torch.autograd.grad(loss(ours, 0), list(ours.parameters()))
     assert all(parameter.grad is None for parameter in ours.parameters())
@@ -215,7 +200,9 @@ def autograd_grad_does_not_reduce() -> None:
     assert not torch.equal(local[0], grads(ours)[0])
 
 
-def chosen_inputs() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_chosen_inputs() -> None:
     ours, _ = pair()
     chosen = [ours.module[0].weight, ours.module[0].bias]
     loss(ours, 0).backward(inputs=chosen)
@@ -228,7 +215,9 @@ def chosen_inputs() -> None:
             assert parameter.grad is None
 
 
-def double_backward() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_double_backward() -> None:
     ours, ddp = pair()
     for model in (ours, ddp):
         x, y = models.batch(0, dist.get_rank())
@@ -240,7 +229,9 @@ def double_backward() -> None:
     same(ours, ddp)
 
 
-def create_graph() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_create_graph() -> None:
     """DDP raises here; ours averages, and the gradients keep their graph."""
     ours, ddp = pair()
     loss(ours, 0).backward(create_graph=True)
@@ -253,7 +244,9 @@ def create_graph() -> None:
         parameter.grad = None
 
 
-def tensor_hooks() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_tensor_hooks() -> None:
     ours, ddp = pair()
     after: list[str] = []
     for model in (ours, ddp):
@@ -265,7 +258,9 @@ def tensor_hooks() -> None:
     assert len(after) == 2
 
 
-def used_outside_forward() -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
+@on_ranks(backend=backends())
+def test_used_outside_forward() -> None:
     """A penalty on the weights themselves: their gradient comes from outside the wrapped forward as well."""
     ours, ddp = pair()
     for model in (ours, ddp):
@@ -273,23 +268,8 @@ def used_outside_forward() -> None:
     same(ours, ddp)
 
 
-@pytest.mark.filterwarnings("ignore:.*without gradient", "ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize(
-    "case",
-    [
-        autograd_grad_does_not_reduce,
-        chosen_inputs,
-        double_backward,
-        create_graph,
-        tensor_hooks,
-        used_outside_forward,
-    ],
-)
-def test_ways_to_use_autograd(backend: str, case: object) -> None:
-    run_ranks(case, backend=backend)  # type: ignore[arg-type]
-
-
-def sparse_embedding() -> None:
+@on_ranks(backend="gloo")
+def test_sparse_gradients() -> None:
     torch.manual_seed(0)
     results = []
     for kind in (RingDP, DistributedDataParallel):
@@ -303,12 +283,6 @@ def sparse_embedding() -> None:
         assert grad.is_sparse
         results.append(grad.to_dense())
     torch.testing.assert_close(*results)
-
-
-def test_sparse_gradients(backend: str) -> None:
-    if backend != "gloo":
-        pytest.skip("sparse tensors are gloo's")
-    run_ranks(sparse_embedding, backend=backend)
 
 
 class Twice(nn.Module):
@@ -344,7 +318,16 @@ def marked_twice(kind: type[Twice]) -> str:
     return str(caught.value)
 
 
-def static_graph_counts() -> None:
+@on_ranks(backend=backends())
+def test_hooks_that_fire_twice_are_an_error_with_the_layers_names() -> None:
+    assert "It is used in shared (Linear)." in marked_twice(Twice)
+    text = marked_twice(TwiceTied)
+    (name,) = re.findall(r"with name shared\.(\w+)", text)
+    assert f"It is used in shared (Linear), again (Linear), under the names shared.{name}, again.{name}." in text
+
+
+@on_ranks(backend=backends())
+def test_a_static_graph_counts_hooks_that_fire_twice() -> None:
     ours = RingDP(Twice(), static_graph=True, bucket_cap_mb=0.0001)
     ddp = DistributedDataParallel(Twice(), static_graph=True)
     for step in range(4):
@@ -354,17 +337,8 @@ def static_graph_counts() -> None:
         same(ours, ddp)
 
 
-def test_hooks_that_fire_twice(backend: str) -> None:
-    for text in run_ranks(marked_twice, Twice, backend=backend):
-        assert "with name shared." in text
-        assert "It is used in shared (Linear)." in text
-    for text in run_ranks(marked_twice, TwiceTied, backend=backend):
-        (name,) = re.findall(r"with name shared\.(\w+)", text)
-        assert f"It is used in shared (Linear), again (Linear), under the names shared.{name}, again.{name}." in text
-    run_ranks(static_graph_counts, backend=backend)
-
-
-def wrapper_is_freed() -> None:
+@on_ranks(backend=backends())
+def test_a_wrapper_that_is_gone_leaves_nothing() -> None:
     ours, _ = pair()
     value = loss(ours, 0)
     value.backward()
@@ -377,7 +351,3 @@ def wrapper_is_freed() -> None:
     module.zero_grad()
     value.backward()
     assert next(iter(module.parameters())).grad is not None
-
-
-def test_a_wrapper_that_is_gone_leaves_nothing(backend: str) -> None:
-    run_ranks(wrapper_is_freed, backend=backend)

@@ -15,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import parameter_names
 from tests.train import models
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, require_same_bits
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
@@ -39,33 +37,17 @@ def same_as_ddp(register: Any, rtol: float) -> None:
         torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
 
 
-def allreduce() -> None:
-    same_as_ddp(lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook), 1e-6)
+@on_ranks(backend=backends())
+def test_torchs_hooks() -> None:
+    wrapper = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    for hook, rtol in ((default_hooks.allreduce_hook, 1e-6), (default_hooks.fp16_compress_hook, 1e-3), (wrapper, 1e-3)):
+        same_as_ddp(lambda model, hook=hook: model.register_comm_hook(None, hook), rtol)
+    for kind, rtol in ((BuiltinCommHookType.ALLREDUCE, 1e-6), (BuiltinCommHookType.FP16_COMPRESS, 1e-3)):
+        same_as_ddp(lambda model, kind=kind: model._register_builtin_comm_hook(kind), rtol)
 
 
-def fp16() -> None:
-    same_as_ddp(lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook), 1e-3)
-
-
-def fp16_wrapper() -> None:
-    hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-    same_as_ddp(lambda model: model.register_comm_hook(None, hook), 1e-3)
-
-
-def builtin_allreduce() -> None:
-    same_as_ddp(lambda model: model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE), 1e-6)
-
-
-def builtin_fp16() -> None:
-    same_as_ddp(lambda model: model._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS), 1e-3)
-
-
-@pytest.mark.parametrize("case", [allreduce, fp16, fp16_wrapper, builtin_allreduce, builtin_fp16])
-def test_torchs_hooks(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)
-
-
-def noop() -> None:
+@on_ranks(backend=backends())
+def test_noop() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     ours = RingDP(models.build("mlp"))
@@ -77,7 +59,8 @@ def noop() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def a_chain_of_callbacks() -> None:
+@on_ranks(backend=backends())
+def test_a_chain_of_callbacks() -> None:
     """The hook sums, a callback halves, another one doubles what it got: a new tensor each time."""
     seen: list[tuple[int, bool, list[str], list[tuple[int, ...]]]] = []
 
@@ -103,7 +86,8 @@ def a_chain_of_callbacks() -> None:
     assert sum(last for _, last, _, _ in seen) == 2
 
 
-def undivided() -> None:
+@on_ranks(backend=backends())
+def test_undivided() -> None:
     buffers: list[Tensor] = []
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -117,7 +101,8 @@ def undivided() -> None:
     torch.testing.assert_close(ours.module.weight.grad, torch.full((1, 3), 1.5))
 
 
-def set_buffer_is_respected() -> None:
+@on_ranks(backend=backends())
+def test_set_buffer_is_respected() -> None:
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         bucket.set_buffer(torch.full_like(bucket.buffer(), 7.0))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -130,7 +115,8 @@ def set_buffer_is_respected() -> None:
     assert all(bool((p.grad == 7).all()) for p in ours.parameters() if p.grad is not None)
 
 
-def registered_once() -> None:
+@on_ranks(backend=backends())
+def test_registered_once() -> None:
     ours = RingDP(nn.Linear(3, 1))
     ours.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="can only be called once"):
@@ -142,7 +128,8 @@ def registered_once() -> None:
     assert ours._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
 
 
-def registered_after_a_step() -> None:
+@on_ranks(backend=backends())
+def test_registered_after_a_step() -> None:
     ours = RingDP(models.build("mlp"))
     loss(ours, 0).backward()
     ours.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -154,15 +141,10 @@ def registered_after_a_step() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "case", [noop, a_chain_of_callbacks, undivided, set_buffer_is_respected, registered_once, registered_after_a_step]
-)
-def test_python_hooks(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)
-
-
-def power_sgd() -> None:
-    """Low rank: not DDP's gradients, but all ranks have the same, and a whole rank gives them back."""
+@on_ranks()
+def test_power_sgd() -> None:
+    """Low rank: not DDP's gradients, but all ranks have the same. On gloo torch's hook aborts: its callbacks issue
+    collectives in another order."""
     torch.manual_seed(0)
     ours = RingDP(nn.Sequential(nn.Linear(12, 30), nn.Linear(30, 5)), bucket_cap_mb=0.0005)
     state = powerSGD_hook.PowerSGDState(
@@ -177,20 +159,12 @@ def power_sgd() -> None:
         value.backward()
         optimizer.step()
         losses.append(value.item())
-    flat = torch.cat([p.detach().reshape(-1) for p in ours.parameters()])
-    others = [torch.zeros_like(flat) for _ in range(2)]
-    dist.all_gather(others, flat)
-    torch.testing.assert_close(others[0], others[1], rtol=0, atol=0)
+    require_same_bits(ours.parameters())
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_power_sgd(backend: str) -> None:
-    if backend == "gloo":
-        pytest.skip("torch's PowerSGD hook aborts on gloo (its callbacks issue collectives in another order)")
-    run_ranks(power_sgd, backend=backend)
-
-
-def raising() -> None:
+@on_ranks(backend=backends())
+def test_a_hook_that_raises() -> None:
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         raise KeyError("mine")
 
@@ -203,7 +177,8 @@ def raising() -> None:
         ours(torch.ones(1, 3))
 
 
-def raising_in_a_callback() -> None:
+@on_ranks(backend=backends())
+def test_a_callback_that_raises() -> None:
     def fail(future: torch.futures.Future[Tensor]) -> Tensor:
         raise ValueError("in a callback")
 
@@ -217,13 +192,8 @@ def raising_in_a_callback() -> None:
         value.backward()
 
 
-@pytest.mark.parametrize("case", [raising, raising_in_a_callback])
-def test_a_hook_that_raises(backend: str, case: Any) -> None:
-    for outcome in run_outcomes(case, backend=backend):
-        assert outcome.text is None, outcome.text
-
-
-def world_of_one() -> None:
+@on_ranks(1, backend=backends())
+def test_a_hook_in_a_world_of_one() -> None:
     calls: list[int] = []
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -234,7 +204,3 @@ def world_of_one() -> None:
     ours.register_comm_hook(None, hook)
     loss(ours, 0).backward()
     assert calls == [0]
-
-
-def test_a_hook_in_a_world_of_one(backend: str) -> None:
-    run_ranks(world_of_one, world_size=1, backend=backend)

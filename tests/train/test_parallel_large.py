@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_ranks
 
 
 class Large(nn.Module):
@@ -81,6 +77,7 @@ def steps(hook: bool, only_large: bool) -> list[list[int]]:
     return layout
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("only_large", [False, True])
 def test_same_as_ddp(backend: str, hook: bool, only_large: bool) -> None:
@@ -92,7 +89,8 @@ def test_same_as_ddp(backend: str, hook: bool, only_large: bool) -> None:
         assert sorted(layout[-1]) == [3, 4]  # what follows it says who was used
 
 
-def no_copy() -> None:
+@on_ranks(backend=backends())
+def test_no_copy() -> None:
     """.grad is what autograd made, and nothing else takes memory for it."""
     model = RingDP(Large())
     model(data(0), use=True).sum().backward()
@@ -117,22 +115,19 @@ class Aliased(nn.Module):
         return (self.one.view(-1) + self.other.view(-1)) * x
 
 
-def shared_memory() -> None:
+@on_ranks(backend=backends())
+def test_shared_memory() -> None:
     model = RingDP(Aliased())
     model(torch.tensor(float(dist.get_rank() + 1))).sum().backward()
     for parameter in model.parameters():
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1.5))
 
 
-def graph_of_its_own() -> None:
+@on_ranks(backend=backends())
+def test_graph_of_its_own() -> None:
     ours, ddp = RingDP(Large()), DistributedDataParallel(Large(), find_unused_parameters=True)
     ours(data(0), use=True).pow(2).sum().backward(create_graph=True)
     ddp(data(0), use=True).pow(2).sum().backward()
     same(ours, ddp)
     for parameter in ours.parameters():
         parameter.grad = None
-
-
-@pytest.mark.parametrize("case", [no_copy, shared_memory, graph_of_its_own])
-def test_memory(backend: str, case: Any) -> None:
-    run_ranks(case, backend=backend)

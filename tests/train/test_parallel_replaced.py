@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils import parametrize
 
 import ringdp
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.compressed import Steps, compressor_id
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes, run_ranks
 
 Change = Callable[[nn.Module], None]
 
@@ -143,13 +142,12 @@ def joined_batch(step: int) -> tuple[Tensor, Tensor]:
     return models.joined_batch(step, dist.get_world_size())
 
 
-def like_one_process(names: list[str], arguments: dict[str, Any]) -> None:
+def like_one_process(changes: list[Change], arguments: dict[str, Any]) -> None:
     """After every change the parameters go on as those of one process that has rank 0's."""
     wrapper = RingDP(models.build("mlp", seed=dist.get_rank()), **({"bucket_cap_mb": 0.001} | arguments))
     alone = models.build("mlp", seed=0)
-    for number, name in enumerate(["", *names]):
-        if name:
-            change = globals()[name]
+    for number, change in enumerate([None, *changes]):
+        if change is not None:
             change(wrapper.module)
             with as_rank_0():
                 change(alone)
@@ -157,22 +155,25 @@ def like_one_process(names: list[str], arguments: dict[str, Any]) -> None:
         train(wrapper, own_batch, steps)
         train(alone, joined_batch, steps)
         for (one, ours), theirs in zip(wrapper.module.named_parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{one} after {name}")
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{one} after {change}, {arguments}")
         named = {one for bucket in wrapper.reducer.bucket_names() for one in bucket.split(": ", 1)[1].split(", ")}
         assert named == {one for one, it in wrapper.module.named_parameters() if it.requires_grad}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_module_trains_like_one_process(backend: str, change: Change) -> None:
-    run_ranks(like_one_process, [change.__name__], {}, backend=backend)
+@on_ranks(backend=backends())
+def test_a_changed_module_trains_like_one_process() -> None:
+    for change in CHANGES:
+        like_one_process([change], {})
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_whatever_the_wrapper_was_told(backend: str, arguments: dict[str, Any]) -> None:
-    run_ranks(like_one_process, ["weight", "head", "assigned"], arguments, backend=backend)
+@on_ranks(backend=backends())
+def test_whatever_the_wrapper_was_told() -> None:
+    for arguments in ARGUMENTS:
+        like_one_process([weight, head, assigned], arguments)
 
 
-def around() -> None:
+@on_ranks(backend=backends())
+def test_around() -> None:
     """Where nothing is to be averaged nothing is asked; what was accumulated before stays; copies follow, too."""
     ours, alone = RingDP(models.build("mlp"), bucket_cap_mb=0.001), models.build("mlp")
 
@@ -209,7 +210,8 @@ def around() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def in_functional_call() -> None:
+@on_ranks(backend=backends())
+def test_in_functional_call() -> None:
     """Tensors that autograd made of the parameters are no new parameters: the gradients reach those that there are."""
     ours, alone = RingDP(models.build("mlp")), models.build("mlp")
     layouts = []
@@ -224,7 +226,8 @@ def in_functional_call() -> None:
     assert layouts[1], "the buckets were laid out anew"
 
 
-def structure_only() -> None:
+@on_ranks(backend=backends())
+def test_structure_only() -> None:
     """Layers without parameters, or the same parameters in another order: nothing to agree about."""
     ours = RingDP(models.build("mlp"), bucket_cap_mb=0.001)
     train(ours, own_batch, range(2))
@@ -236,18 +239,14 @@ def structure_only() -> None:
     assert ours.reducer.rebuilt()
 
 
-def own_values() -> None:
+@on_ranks(backend=backends())
+def test_own_values() -> None:
     """With init_sync=False new parameters keep the values that their rank gave them."""
     ours = RingDP(models.build("mlp"), init_sync=False)
     weight(ours.module)
     x, _ = own_batch(0)
     ours(x).sum().backward()
     assert torch.equal(ours.module[2].weight, fresh(40, 40))
-
-
-@pytest.mark.parametrize("case", [around, in_functional_call, structure_only, own_values])
-def test_around_a_change(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
 
 
 def all_are_here() -> None:
@@ -281,6 +280,7 @@ def other_type(model: Any) -> None:
     model[2].weight = nn.Parameter(fresh(40, 40).double())
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     "changes",
     [["weight", "", ""], ["weight", "weight_of_another", "weight"], ["weight", "weight", "other_type"]],
@@ -296,25 +296,12 @@ def test_ranks_that_disagree_get_the_names(backend: str, changes: list[str]) -> 
         assert "2.weight" in text or "0.weight" in text
         assert took < 10
         if changes[rank]:
-            assert re.search(r"since the last forward \d\.weight was replaced on rank \d, and not all ranks", text), (
-                text
-            )
+            words = r"since the last forward \d\.weight was replaced on rank \d, and not all ranks"
+            assert re.search(words, text), text
 
 
-def refused(case: str) -> str:
-    precision = None
-    if case == "mixed_precision":
-        from torch.nn.parallel.distributed import _MixedPrecision
-
-        precision = _MixedPrecision(param_dtype=torch.bfloat16)
-    ours = RingDP(models.build("mlp"), mixed_precision=precision)
-    ours.module[2].weight = nn.Parameter(torch.empty(40, 40, device="meta")) if case == "meta" else fresh(40, 40)
-    with pytest.raises(ringdp.RingError, match=r"2\.weight") as caught:
-        ours(own_batch(0)[0])
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def refused_by_one() -> tuple[str, float]:
+@on_ranks(backend=backends())
+def test_what_one_rank_refuses_all_hear() -> None:
     """Rank 0 alone has put its new parameter on another device."""
     ours = RingDP(models.build("mlp"))
     on_meta = dist.get_rank() == 0
@@ -322,29 +309,26 @@ def refused_by_one() -> tuple[str, float]:
     began = time.monotonic()
     with pytest.raises(ringdp.RingError) as caught:
         ours(own_batch(0)[0])
-    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+    assert time.monotonic() - began < 10
+    assert type(caught.value) is (ringdp.InvalidArgumentError if on_meta else ringdp.MismatchError)
+    assert str(caught.value).startswith("since the last forward 2.weight was replaced")
+    assert on_meta or "rank 0 cannot follow that" in str(caught.value)
+    assert "parameter 2.weight is on meta" in str(caught.value)
 
 
-def test_what_one_rank_refuses_all_hear(backend: str) -> None:
-    (own, _), (others, took) = run_ranks(refused_by_one, backend=backend)
-    assert own.startswith("InvalidArgumentError: since the last forward 2.weight was replaced")
-    assert others.startswith("MismatchError: since the last forward 2.weight was replaced")
-    assert (
-        "rank 0 cannot follow that: since the last forward 2.weight was replaced: parameter 2.weight is on meta"
-        in others
+@on_ranks(backend=backends())
+def test_what_cannot_be_followed_is_refused() -> None:
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    elsewhere = nn.Parameter(torch.empty(40, 40, device="meta"))
+    cases: tuple[tuple[Any, nn.Parameter, type[Exception]], ...] = (
+        ({"mixed_precision": precision}, fresh(40, 40), ringdp.InvalidStateError),
+        ({}, elsewhere, ringdp.InvalidArgumentError),
     )
-    assert took < 10
-
-
-def test_what_cannot_be_followed_is_refused(backend: str) -> None:
-    [text, _] = run_ranks(refused, "mixed_precision", backend=backend)
-    assert text.startswith(
-        "InvalidStateError: since the last forward 2.weight was replaced, which RingDP cannot follow"
-    )
-    [text, _] = run_ranks(refused, "meta", backend=backend)
-    assert text.startswith(
-        "InvalidArgumentError: since the last forward 2.weight was replaced: parameter 2.weight is on"
-    )
+    for options, replacement, error in cases:
+        ours = RingDP(models.build("mlp"), **options)
+        ours.module[2].weight = replacement
+        with pytest.raises(error, match=r"since the last forward 2\.weight was replaced"):
+            ours(own_batch(0)[0])
 
 
 def compressed(compression: Any, change: str) -> tuple[dict[str, Any], dict[str, Any], list[Tensor], int, Any]:
@@ -377,6 +361,7 @@ def wider_head(model: Any) -> None:
     model[4] = linear(50, 5)
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("change", [first_weight, wider_head])
 @pytest.mark.parametrize("compression", ["int4", Steps(), "topk"], ids=compressor_id)
 def test_what_compression_remembers_stays_with_the_names(backend: str, compression: Any, change: Change) -> None:
@@ -403,7 +388,8 @@ def same_entries(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def replaced_by_a_hook() -> list[str]:
+@on_ranks(backend=backends())
+def test_what_forward_itself_replaces_is_refused() -> None:
     model = RingDP(models.build("mlp"))
     told = []
     for when in ("trains", "evaluates", "trains after"):
@@ -419,11 +405,5 @@ def replaced_by_a_hook() -> list[str]:
         except ringdp.InvalidStateError as error:
             told.append(str(error))
         handle.remove()
-    return told
-
-
-def test_what_forward_itself_replaces_is_refused(backend: str) -> None:
-    for told in run_ranks(replaced_by_a_hook, backend=backend):
-        assert "while forward ran 2.weight was replaced" in told[0]
-        assert "Change parameters between two steps" in told[0]
-        assert told[1:] == ["", ""]
+    assert "while forward ran 2.weight was replaced" in told[0]
+    assert told[1:] == ["", ""]

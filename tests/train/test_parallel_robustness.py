@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_outcomes
 
 
 def linear(seed: int) -> nn.Linear:
@@ -43,7 +41,8 @@ def check(parameters: list[nn.Parameter], expected: list[Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, mean, rtol=1e-5, atol=1e-6)
 
 
-def two_wrappers() -> None:
+@on_ranks(backend=backends())
+def test_two_wrappers() -> None:
     """One loss through both; then one of them alone; buckets small enough that they leave in turn."""
     one, two = linear(0), linear(1)
     a, b = RingDP(one, bucket_cap_mb=0.0001), RingDP(two, bucket_cap_mb=0.0001)
@@ -75,26 +74,6 @@ class Scaled(nn.Module):
         return result
 
 
-def one_inside_another(large: bool) -> None:
-    """The inner one's parameters are averaged by both, at the same time: the mean of equal means."""
-    inner, outer = Scaled(1 << 20 if large else 4), linear(1)  # the large one is a bucket by itself
-    wrapped = RingDP(nn.Sequential(outer, nn.Tanh(), RingDP(inner)), bucket_cap_mb=0.0001)
-    parameters = [*outer.parameters(), *inner.parameters()]
-    accumulated: list[Tensor] = []
-    for step in range(5):
-        if step != 3:
-            wrapped.zero_grad(set_to_none=step != 2)
-            accumulated = []
-        expected = mean_over_ranks(
-            lambda rank: inner(outer(inputs(step, rank)).tanh()).pow(2).sum(),  # noqa: B023
-            parameters,
-        )
-        wrapped(inputs(step, dist.get_rank())).pow(2).sum().backward()
-        accumulated = [a + b for a, b in zip(accumulated, expected, strict=True)] if accumulated else expected
-        check(parameters, accumulated)
-    assert {"0.weight", "2.module.layer.weight"} <= {name for name, _ in wrapped.module.named_parameters()}
-
-
 class Both(nn.Module):
     def __init__(self, shared: nn.Module, own: nn.Module) -> None:
         super().__init__()
@@ -106,7 +85,8 @@ class Both(nn.Module):
         return result
 
 
-def shared_by_two() -> None:
+@on_ranks(backend=backends())
+def test_shared_by_two() -> None:
     """A layer in two wrapped models: both in one loss, each alone, and after one of them is gone."""
     shared, one, two = linear(0), linear(1), linear(2)
     first = RingDP(Both(shared, one), bucket_cap_mb=0.0001)
@@ -140,7 +120,8 @@ def shared_by_two() -> None:
     check(mine, mean_over_ranks(lambda rank: first.module(inputs(6, rank)).sum(), mine))
 
 
-def in_another_thread() -> None:
+@on_ranks(backend=backends())
+def test_in_another_thread() -> None:
     """Forward here, backward there; and two threads with a wrapper each, on groups of their own."""
     model = RingDP(linear(0), bucket_cap_mb=0.0001)
     parameters = [*model.parameters()]
@@ -174,7 +155,8 @@ def in_another_thread() -> None:
         check(mine, mean_over_ranks(lambda rank: one.module(inputs(4, rank)).pow(2).sum(), mine))  # noqa: B023
 
 
-def deleted_in_the_middle() -> None:
+@on_ranks(backend=backends())
+def test_deleted_in_the_middle() -> None:
     """A wrapper that goes while its graph lives, after a step has laid out its buckets; another takes its place."""
     module = linear(0)
     model = RingDP(module, bucket_cap_mb=0.0001)
@@ -195,15 +177,26 @@ def deleted_in_the_middle() -> None:
     check(parameters, mean_over_ranks(lambda rank: module(inputs(2, rank)).sum(), parameters))
 
 
-@pytest.mark.filterwarnings("error:.*without gradient")
-@pytest.mark.parametrize("case", [two_wrappers, shared_by_two, in_another_thread, deleted_in_the_middle])
-def test_wrappers_in_each_others_way(backend: str, case: Callable[[], None]) -> None:
-    run_ranks(case, backend=backend)
-
-
 @pytest.mark.parametrize("large", [False, True])
-def test_one_inside_another(backend: str, large: bool) -> None:
-    run_ranks(one_inside_another, large, backend=backend)
+@on_ranks(backend=backends())
+def test_one_inside_another(large: bool) -> None:
+    """The inner one's parameters are averaged by both, at the same time: the mean of equal means."""
+    inner, outer = Scaled(1 << 20 if large else 4), linear(1)  # the large one is a bucket by itself
+    wrapped = RingDP(nn.Sequential(outer, nn.Tanh(), RingDP(inner)), bucket_cap_mb=0.0001)
+    parameters = [*outer.parameters(), *inner.parameters()]
+    accumulated: list[Tensor] = []
+    for step in range(5):
+        if step != 3:
+            wrapped.zero_grad(set_to_none=step != 2)
+            accumulated = []
+        expected = mean_over_ranks(
+            lambda rank: inner(outer(inputs(step, rank)).tanh()).pow(2).sum(),  # noqa: B023
+            parameters,
+        )
+        wrapped(inputs(step, dist.get_rank())).pow(2).sum().backward()
+        accumulated = [a + b for a, b in zip(accumulated, expected, strict=True)] if accumulated else expected
+        check(parameters, accumulated)
+    assert {"0.weight", "2.module.layer.weight"} <= {name for name, _ in wrapped.module.named_parameters()}
 
 
 class Raise(torch.autograd.Function):
@@ -244,10 +237,9 @@ def one_rank_raises() -> tuple[str, str]:
     return "", ""
 
 
-def test_one_rank_leaves_its_backward(backend: str) -> None:
-    if backend == "gloo":
-        pytest.skip("gloo's operations have no names: the other ranks wait")
-    first, *others = run_outcomes(one_rank_raises, world_size=3, backend=backend)
+def test_one_rank_leaves_its_backward() -> None:
+    """On ring: gloo's operations have no names, and the other ranks wait."""
+    first, *others = run_outcomes(one_rank_raises, world_size=3, backend="ring")
     assert first.text is None, first.text
     assert first.value[0] == "RuntimeError"
     assert "The backward of step 2 did not come to its end on rank 0: an exception left it" in first.value[1]
@@ -262,7 +254,8 @@ def test_one_rank_leaves_its_backward(backend: str) -> None:
         assert "backward of step 2 did not end: no gradient for first.weight, first.bias" in text
 
 
-def memory_of_its_own() -> None:
+@on_ranks(backend=backends())
+def test_gradients_in_memory_of_their_own() -> None:
     """gradient_as_bucket_view=False: no step writes into what an earlier one left; .grad stays the tensor it was."""
     model = RingDP(models.build("mlp"), gradient_as_bucket_view=False, bucket_cap_mb=0.001)
     parameters = [*model.parameters()]
@@ -291,7 +284,9 @@ def memory_of_its_own() -> None:
     torch.testing.assert_close(flat, torch.cat([value.reshape(-1) for value in values]), rtol=1e-5, atol=1e-7)
 
 
-def part_of_its_bucket(value: bool | None) -> None:
+@pytest.mark.parametrize("value", [None, True])
+@on_ranks(backend=backends())
+def test_gradients_that_are_parts_of_their_bucket(value: bool | None) -> None:
     """The default. What was made of a .grad shows the next step's as long as it is only zeroed; let go, it stays."""
     model = RingDP(linear(0)) if value is None else RingDP(linear(0), gradient_as_bucket_view=value)
 
@@ -312,9 +307,3 @@ def part_of_its_bucket(value: bool | None) -> None:
     model.zero_grad()
     assert not torch.equal(step(2), before)
     torch.testing.assert_close(seen, before, rtol=0, atol=0)
-
-
-def test_memory_of_gradients(backend: str) -> None:
-    run_ranks(memory_of_its_own, backend=backend)
-    for value in (None, True):
-        run_ranks(part_of_its_bucket, value, backend=backend)

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
-from tests.train.harness import backends, run_ranks
+from tests.train.harness import backends, on_ranks
 
-STEPS = 50
+STEPS = 20
 SMALL_BUCKETS_MB = 0.0002  # several buckets in models this small
 
 
@@ -32,51 +32,32 @@ def train(model: nn.Module, optimizer_name: str, *, joined: bool = False) -> lis
 
 
 def compare(ours: list[Tensor], theirs: list[Tensor], name: str) -> None:
-    half = name == "mixed_types"
+    rtol, atol = (1e-2, 1e-2) if name == "mixed_types" else (1e-5, 1e-7)
     for one, other in zip(ours, theirs, strict=True):
-        if half:
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-        else:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def against_ddp(name: str, optimizer: str) -> dict[str, Any]:
-    ddp = train(DistributedDataParallel(models.build(name)), optimizer)
+def check(name: str, optimizer: str) -> None:
     wrapped = RingDP(models.build(name), bucket_cap_mb=SMALL_BUCKETS_MB)
     ours = train(wrapped, optimizer)
-    compare(ours, ddp, name)
+    compare(ours, train(DistributedDataParallel(models.build(name)), optimizer), name)
+    if name in ("mlp", "tied", "reentrant", "non_reentrant"):
+        compare(ours, train(models.build(name), optimizer, joined=True), name)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, [p.double().abs().sum().item() for p in ours])
     assert all(other == everybody[0] for other in everybody), "the ranks' parameters differ"
-    return {"buckets": wrapped.stats().buckets, "steps": wrapped.stats().steps, "rebuilt": wrapped.reducer.rebuilt()}
+    assert wrapped.stats().steps == STEPS
+    assert wrapped.stats().buckets > 1
+    assert wrapped.reducer.rebuilt()
 
 
-def against_one_process(name: str, optimizer: str) -> None:
-    ours = train(RingDP(models.build(name), bucket_cap_mb=SMALL_BUCKETS_MB), optimizer)
-    alone = train(models.build(name), optimizer, joined=True)
-    compare(ours, alone, name)
-
-
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", list(models.MODELS))
-def test_same_parameters_as_ddp(name: str, optimizer: str, backend: str) -> None:
-    results = run_ranks(against_ddp, name, optimizer, backend=backend)
-    assert all(result["steps"] == STEPS and result["rebuilt"] for result in results)
-    assert results[0]["buckets"] > 1
+@on_ranks(backend=backends())
+def test_same_parameters_as_ddp_and_as_one_process(name: str) -> None:
+    for optimizer in ("sgd", "adamw"):
+        check(name, optimizer)
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("name", ["mlp", "tied", "reentrant", "non_reentrant"])
-def test_same_parameters_as_one_process(name: str, optimizer: str, backend: str) -> None:
-    run_ranks(against_one_process, name, optimizer, backend=backend)
-
-
-def three_ranks() -> None:
-    against_one_process("mlp", "sgd")
-
-
-@pytest.mark.parametrize("backend", backends()[-1:])
-def test_three_ranks(backend: str) -> None:
-    run_ranks(three_ranks, world_size=3, backend=backend)
+@on_ranks(3, backend=backends()[-1])
+def test_three_ranks() -> None:
+    check("mlp", "sgd")

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, run_outcomes, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, require_same_bits, run_outcomes, run_ranks
 
 
 class Branches(nn.Module):
@@ -69,6 +67,7 @@ def finish_like_ddp(find_unused: bool | None, hook: bool) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("hook", [False, True])
 def test_by_default_it_finishes_as_ddp_and_warns_once_with_ranks(backend: str, hook: bool) -> None:
     """The same story on every rank that lacks something."""
@@ -94,6 +93,7 @@ def lacking_later(find_unused: bool | None) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_who_lacks_nothing_says_nothing(backend: str) -> None:
     first, second, third = run_ranks(lacking_later, None, world_size=3, backend=backend)
     assert first == third == []
@@ -102,12 +102,14 @@ def test_who_lacks_nothing_says_nothing(backend: str) -> None:
     assert run_ranks(lacking_later, True, world_size=3, backend=backend) == [[], [], []]
 
 
-@pytest.mark.parametrize("hook", [False, True])
-def test_expected_means_no_warning(backend: str, hook: bool) -> None:
-    assert run_ranks(finish_like_ddp, True, hook, backend=backend) == [[], []]
+@on_ranks(backend=backends())
+def test_expected_means_no_warning() -> None:
+    for hook in (False, True):
+        assert finish_like_ddp(True, hook) == []
 
 
-def forbidden_raises() -> str:
+@on_ranks((1, 2), backend=backends())
+def test_forbidden_is_ddps_error_with_names() -> None:
     model = RingDP(Branches(), find_unused_parameters=False)
     x = torch.ones(2, 4)
     model(x, use=False).sum().backward()
@@ -117,17 +119,11 @@ def forbidden_raises() -> str:
         model._check_reducer_finalized()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         model(x, use=False)
-    return str(caught.value)
-
-
-def test_forbidden_is_ddps_error_with_names(backend: str) -> None:
-    for rank, text in enumerate(run_ranks(forbidden_raises, backend=backend)):
-        assert f"Parameter indices which did not receive grad for rank {rank}: 2 3 4 5" in text
-        assert "sometimes.weight, sometimes.bias, never.weight, never.bias" in text
-        if backend == "ring":
-            assert "The other ranks' backwards stopped at the same place" in text
-    (alone,) = run_ranks(forbidden_raises, world_size=1, backend=backend)
-    assert "never.bias" in alone
+    text = str(caught.value)
+    assert f"Parameter indices which did not receive grad for rank {dist.get_rank()}: 2 3 4 5" in text
+    assert "sometimes.weight, sometimes.bias, never.weight, never.bias" in text
+    if dist.get_backend() == "ring" and dist.get_world_size() > 1:
+        assert "The other ranks' backwards stopped at the same place" in text
 
 
 def forbidden_on_one_rank() -> tuple[str, str]:
@@ -142,10 +138,9 @@ def forbidden_on_one_rank() -> tuple[str, str]:
     return "", ""
 
 
-def test_forbidden_on_one_rank_is_an_error_on_all(backend: str) -> None:
-    if backend == "gloo":
-        pytest.skip("gloo's operations have no names: the other ranks wait")
-    for rank, outcome in enumerate(run_outcomes(forbidden_on_one_rank, world_size=3, backend=backend)):
+def test_forbidden_on_one_rank_is_an_error_on_all() -> None:
+    """Of ring's alone: gloo's operations have no names, and the other ranks wait."""
+    for rank, outcome in enumerate(run_outcomes(forbidden_on_one_rank, world_size=3, backend="ring")):
         assert outcome.text is None, outcome.text
         kind, text = outcome.value
         assert "rank 1" in text
@@ -157,7 +152,8 @@ def test_forbidden_on_one_rank_is_an_error_on_all(backend: str) -> None:
             assert "bucket 0: " in text
 
 
-def forbidden_and_all_used() -> None:
+@on_ranks(backend=backends())
+def test_forbidden_without_unused_parameters() -> None:
     model = RingDP(nn.Linear(4, 4), find_unused_parameters=False)
     for _ in range(3):
         model.zero_grad()
@@ -165,10 +161,6 @@ def forbidden_and_all_used() -> None:
         assert model.module.weight.grad is not None
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), 1.0))
     model._check_reducer_finalized()
-
-
-def test_forbidden_without_unused_parameters(backend: str) -> None:
-    run_ranks(forbidden_and_all_used, backend=backend)
 
 
 class TwoHeads(nn.Module):
@@ -184,7 +176,10 @@ class TwoHeads(nn.Module):
         return {"left": self.left(hidden), "deep": [self.right(hidden)]}
 
 
-def outputs_that_the_loss_ignores(find_unused: bool | None) -> None:
+@pytest.mark.filterwarnings("ignore:.*without gradient")
+@pytest.mark.parametrize("find_unused", [None, True])
+@on_ranks(backend=backends())
+def test_each_rank_uses_another_output(find_unused: bool | None) -> None:
     rank = dist.get_rank()
     model = RingDP(TwoHeads(), find_unused_parameters=find_unused)
     output = model(torch.ones(2, 4))
@@ -193,13 +188,8 @@ def outputs_that_the_loss_ignores(find_unused: bool | None) -> None:
         torch.testing.assert_close(head.bias.grad, torch.tensor([1.0]))  # 2 on one rank, 0 on the other
 
 
-@pytest.mark.filterwarnings("ignore:.*without gradient")
-@pytest.mark.parametrize("find_unused", [None, True])
-def test_each_rank_uses_another_output(backend: str, find_unused: bool | None) -> None:
-    run_ranks(outputs_that_the_loss_ignores, find_unused, backend=backend)
-
-
-def no_hook_fires_on_rank_0() -> None:
+@on_ranks(backend=backends())
+def test_a_rank_without_any_gradient_takes_part() -> None:
     """Rank 0's loss depends on the input only: its backward reaches the output and no parameter."""
 
     class Sometimes(nn.Module):
@@ -214,10 +204,6 @@ def no_hook_fires_on_rank_0() -> None:
     x = torch.ones(3, requires_grad=True)
     model(x, use=dist.get_rank() == 1).sum().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.full((3,), 0.5))
-
-
-def test_a_rank_without_any_gradient_takes_part(backend: str) -> None:
-    run_ranks(no_hook_fires_on_rank_0, backend=backend)
 
 
 class Mixture(nn.Module):
@@ -263,6 +249,7 @@ def skipping(hook: bool, find_unused: bool | None, arguments: dict[str, Any]) ->
     return sent, buckets
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.filterwarnings("ignore:.*without gradient")
 @pytest.mark.parametrize(
     ("hook", "find_unused", "arguments"),
@@ -285,7 +272,8 @@ def test_skipped_buckets(backend: str, hook: bool, find_unused: bool | None, arg
         assert buckets[1] < buckets[0]
 
 
-def skipping_while_some_have_joined() -> list[Tensor]:
+@on_ranks(3, backend=backends())
+def test_skipped_buckets_and_uneven_inputs() -> None:
     model = RingDP(Mixture(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     with model.join():
         for step in range(2 + 2 * dist.get_rank()):
@@ -295,12 +283,6 @@ def skipping_while_some_have_joined() -> list[Tensor]:
                 for parameter in model.module.parameters():
                     if parameter.grad is not None:
                         parameter -= 0.1 * parameter.grad
-    return [parameter.detach() for parameter in model.module.parameters()]
-
-
-def test_skipped_buckets_and_uneven_inputs(backend: str) -> None:
-    first, second, third = run_ranks(skipping_while_some_have_joined, world_size=3, backend=backend)
-    for one, two, three in zip(first, second, third, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(two, three)
-    assert not torch.equal(first[1], next(iter(Mixture().layers[0].parameters())))
+    require_same_bits(model.module.parameters())
+    name = "layers.0.weight"
+    assert not torch.equal(model.module.get_parameter(name), Mixture().get_parameter(name))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 
 def in_one_bucket(setting: str) -> bool:
@@ -29,13 +29,10 @@ def test_one_rank_reduces_its_buckets_where_it_is_told_to(backend: str) -> None:
     assert run_ranks(in_one_bucket, "0", world_size=1, backend=backend) == [False]
 
 
-def refuses() -> None:
+@on_ranks(1)
+def test_nonsense_is_refused() -> None:
     with (
         mock.patch.dict(os.environ, {"RINGDP_REDUCE_ALONE": "yes"}),
         pytest.raises(InvalidArgumentError, match="RINGDP_REDUCE_ALONE"),
     ):
         RingDP(nn.Linear(2, 2))
-
-
-def test_nonsense_is_refused() -> None:
-    run_ranks(refuses, world_size=1, backend="ring")

@@ -22,9 +22,8 @@ from torch.distributed.algorithms.join import Join
 from ringdp.__main__ import main
 from ringdp.errors import InvalidStateError, MismatchError, PeerLostError
 from tests.helpers import logged
-from tests.train.harness import RankFailed, default_group, ring_is_built, run_ranks
+from tests.train.harness import RankFailed, default_group, on_ranks, run_ranks
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 SLEEP_S = 0.03
 
 
@@ -96,30 +95,27 @@ def test_a_slow_rank_is_named_after_ten_steps_on_all_ranks_and_rank_0_says_it_on
     assert "is not computing. Rank 1" in found[0][6][0] if rank == 0 else True
 
 
-def count_steps_under_join() -> tuple[int, int]:
+@on_ranks()
+def test_nothing_is_told_under_join_and_it_goes_on_after_it() -> None:
     """Ranks with inputs of different number, then together again."""
     model, optimizer, _ = made()
     steps(model, optimizer, 7)
     with Join([model]):
         steps(model, optimizer, 4 + 3 * default_group().rank())
     steps(model, optimizer, 12)
-    return model.report().step, model.stats().steps
+    assert model.stats().steps == 7 + 4 + 3 * default_group().rank() + 12
+    assert model.report().step == 7 + 4 + 3  # the tenth of those outside
 
 
-def test_nothing_is_told_under_join_and_it_goes_on_after_it() -> None:
-    (step, first), (_, second) = run_ranks(count_steps_under_join, world_size=2, backend="ring")
-    assert second - first == 3
-    assert step == 7 + 4 + 3  # the tenth of those outside
-
-
-def train_in_a_function(parent: str) -> list[int]:
+@on_ranks()
+def test_the_last_step_of_a_model_that_is_gone_has_its_metrics(tmp_path: Path) -> None:
     from ringdp.diagnosis.records import step_records
 
     def main() -> None:
         model, optimizer, _ = made()
         steps(model, optimizer, 5)
 
-    folder = Path(parent) / str(default_group().rank())
+    folder = tmp_path / str(default_group().rank())
     step_records.cache_clear()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # which nobody asks: the ranks have met
     with mock.patch.dict(os.environ, {"RINGDP_METRICS_DIR": str(folder), **where}):
@@ -130,11 +126,7 @@ def train_in_a_function(parent: str) -> list[int]:
         records.close()
     step_records.cache_clear()
     (file,) = folder.glob("rank_*.jsonl")
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
-
-
-def test_the_last_step_of_a_model_that_is_gone_has_its_metrics(tmp_path: Path) -> None:
-    assert run_ranks(train_in_a_function, str(tmp_path), world_size=2, backend="ring") == [[1, 2, 3, 4, 5]] * 2
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
 def end_at(count: int) -> None:
@@ -143,9 +135,8 @@ def end_at(count: int) -> None:
     steps(model, optimizer, count)
 
 
-@pytest.mark.parametrize("count", [9, 10, 11, 12])
-def test_a_job_may_end_after_any_step(count: int) -> None:
-    for _ in range(3):
+def test_a_job_may_end_after_any_step() -> None:
+    for count in (9, 10, 10, 11, 11, 12):
         run_ranks(end_at, count, world_size=3, backend="ring")
 
 
@@ -167,9 +158,9 @@ def tell_ahead_of_buckets() -> list[tuple[str, int, list[tuple[int, int]]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_ranks_tell_each_other_leaves_before_the_buckets_and_is_over_before_them(ranks: int) -> None:
+def test_what_ranks_tell_each_other_leaves_before_the_buckets_and_is_over_before_them() -> None:
     """A message straight to each rank, so no bucket, whose bytes come behind it on the same links, is later for it."""
+    ranks = 3
     for told in run_ranks(tell_ahead_of_buckets, world_size=ranks, backend="ring"):
         assert len(told) == 3  # at steps 11, 31, 51
         for algorithm, flows, buckets in told:
@@ -178,21 +169,17 @@ def test_what_ranks_tell_each_other_leaves_before_the_buckets_and_is_over_before
             assert all(queued > 0 and ended >= 0 for queued, ended in buckets), buckets
 
 
-def train_on(backend_every: str) -> tuple[int, bool]:
-    os.environ["RINGDP_REPORT_EVERY"] = backend_every
-    try:
+def train_on(every: str, step: int) -> None:
+    with mock.patch.dict(os.environ, RINGDP_REPORT_EVERY=every):
         model, optimizer, _ = made()
-    finally:
-        del os.environ["RINGDP_REPORT_EVERY"]
     steps(model, optimizer, 28)
     report = model.report()
-    return report.step, report.verdict is None
+    assert (report.step, report.verdict is None) == (step, step == 0)
 
 
 @pytest.mark.parametrize("backend, every, step", [("ring", "0", 0), ("ring", "5", 25), ("gloo", "20", 0)])
 def test_how_often_is_a_setting_and_other_backends_have_none(backend: str, every: str, step: int) -> None:
-    for got, nothing in run_ranks(train_on, every, world_size=2, backend=backend):
-        assert (got, nothing) == (step, step == 0)
+    run_ranks(train_on, every, step, backend=backend)
 
 
 def make_timeline(path: str) -> None:
@@ -305,21 +292,18 @@ def test_the_timeline_has_what_is_computed_on_the_bytes(transport: str, tmp_path
                 assert 2 <= one["args"]["working_us"] <= one["dur"] + 1, one
 
 
-def profile_steps() -> list[str]:
+@on_ranks()
+def test_torchs_profiler_shows_bucket_algorithm_and_peers_waiting_apart_from_moving() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     model, optimizer, _ = made()
     steps(model, optimizer, 2)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         steps(model, optimizer, 1)
-    return [event.name for event in profiler.events() if event.name.startswith("ringdp ")]
-
-
-def test_torchs_profiler_shows_bucket_algorithm_and_peers_waiting_apart_from_moving() -> None:
-    for rank, names in enumerate(run_ranks(profile_steps, world_size=2, backend="ring")):
-        for verb in ("move", "wait"):
-            [name] = [name for name in names if name.startswith(f"ringdp {verb} bucket 0: ")]
-            assert f"(fold, 64 KiB, rank {1 - rank})" in name
+    names = [event.name for event in profiler.events()]
+    for verb in ("move", "wait"):
+        [name] = [name for name in names if name.startswith(f"ringdp {verb} bucket 0: ")]
+        assert f"(fold, 64 KiB, rank {1 - default_group().rank()})" in name
 
 
 def tell_in_another_form() -> None:

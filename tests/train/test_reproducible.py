@@ -24,7 +24,7 @@ from ringdp.compression.methods.top_k import TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import need
-from tests.train.harness import RankFailed, default_group, run_ranks
+from tests.train.harness import RankFailed, default_group, on_ranks, run_ranks
 
 need("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
@@ -114,14 +114,8 @@ def autocast(model: RingDP, step: int, dtype: torch.dtype) -> list[Tensor]:
         return plain(model, step, dtype)
 
 
-STEP_OF: dict[str, Callable[[RingDP, int, torch.dtype], list[Tensor]]] = {
-    "plain": plain,
-    "weighted": weighted,
-    "scaled": scaled,
-    "joined": joined,
-    "compiled": compiled,
-    "autocast": autocast,
-}
+STEPS_OF = (plain, weighted, scaled, joined, compiled, autocast)
+STEP_OF: dict[str, Callable[[RingDP, int, torch.dtype], list[Tensor]]] = {step.__name__: step for step in STEPS_OF}
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -174,18 +168,19 @@ def differing(tmp_path: Path, layouts: Sequence[Layout], dtype: torch.dtype, kin
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_exact(tmp_path: Path, dtype: torch.dtype) -> None:
-    assert differing(tmp_path, GRID, dtype, "plain") == []
+    assert differing(tmp_path, GRID if dtype == torch.float32 else GRID[1:6:2], dtype, "plain") == []
 
 
 def test_the_default_shows_them(tmp_path: Path) -> None:
     """The curves are long enough to tell."""
-    assert differing(tmp_path, GRID, torch.float32, "plain", reproducible=False)
-    assert differing(tmp_path / "..", GRID, torch.float32, "plain", reproducible=False, compression="int8")
+    assert differing(tmp_path, GRID[:4], torch.float32, "plain", reproducible=False)
+    assert differing(tmp_path / "..", GRID[:4], torch.float32, "plain", reproducible=False, compression="int8")
 
 
 @pytest.mark.parametrize("compression", ["int8", "int4", "bf16", "fp16"])
 def test_codecs_of_the_core(tmp_path: Path, compression: str) -> None:
-    assert differing(tmp_path, GRID, torch.float32, "plain", compression=compression) == []
+    layouts = GRID if compression == "int8" else GRID[1:6:2]
+    assert differing(tmp_path, layouts, torch.float32, "plain", compression=compression) == []
 
 
 ONE_OF_EACH_KIND = [TopK(0.1), PowerSGD(2), "signsgd"]
@@ -287,11 +282,12 @@ def test_parameters_that_are_sharded_within_a_replica(tmp_path: Path) -> None:
         assert all(one == found[0] for one in found)
 
 
-def hooks_of_torch(folder: str) -> None:
+@on_ranks(4, backend=None)
+def test_hooks(tmp_path: Path) -> None:
     rank, digests = int(os.environ["RANK"]), []
     for number, layout in enumerate((GRID[1], GRID[3])):
         with mock.patch.dict(os.environ, RINGDP_HOST_ID=layout.hosts[rank], RINGDP_TRANSPORT=layout.transport):
-            dist.init_process_group("ring", init_method=f"file://{folder}/job{number}", rank=rank, world_size=4)
+            dist.init_process_group("ring", init_method=f"file://{tmp_path}/job{number}", rank=rank, world_size=4)
         model = RingDP(net(torch.float32), bucket_cap_mb=layout.bucket_cap_mb, reproducible=True)
         with pytest.raises(InvalidArgumentError):
             model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
@@ -303,10 +299,6 @@ def hooks_of_torch(folder: str) -> None:
     assert len(set(digests)) == 1
 
 
-def test_hooks(tmp_path: Path) -> None:
-    run_ranks(hooks_of_torch, str(tmp_path), world_size=4, backend=None)
-
-
 class OfABucket:
     aggregate = "rounds"
 
@@ -315,7 +307,8 @@ class OfABucket:
         return xs
 
 
-def refused() -> None:
+@on_ranks()
+def test_what_cannot_be_is_refused() -> None:
     cases: tuple[dict[str, Any], ...] = (
         {"compression": "auto"},
         {"rules": [("*", "auto")]},
@@ -331,17 +324,10 @@ def refused() -> None:
     plain(model, 0, torch.float32)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(refused, backend="ring")
-
-
-def another_backend() -> None:
+@on_ranks(backend="gloo")
+def test_another_backend_is_refused() -> None:
     with pytest.raises(InvalidArgumentError):
         RingDP(net(torch.float32), reproducible=True)
-
-
-def test_another_backend_is_refused() -> None:
-    run_ranks(another_backend, backend="gloo")
 
 
 def disagree() -> None:
@@ -357,7 +343,8 @@ def test_ranks_that_disagree() -> None:
         assert "True on rank 1" in str(outcome.error)
 
 
-def twice() -> None:
+@on_ranks(3)
+def test_twice_in_a_script() -> None:
     """The group keeps the order for whoever uses it; a group of its own leaves it alone."""
     from ringdp import _C
 
@@ -372,7 +359,3 @@ def twice() -> None:
         plain(model, 0, torch.float32)
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-
-
-def test_twice_in_a_script() -> None:
-    run_ranks(twice, world_size=3, backend="ring")

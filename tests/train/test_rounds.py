@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,34 +20,46 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 import ringdp
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.rounds import DiLoCo, LocalSGD
+from tests.helpers import logged
 from tests.train import rounds_reference as reference
-from tests.train.harness import run_outcomes, run_ranks
+from tests.train.harness import backends, errors_of, on_ranks, run_outcomes, run_ranks
 from tests.train.rounds_reference import Rule, adamw, averaged_gradients, loss_of, paper, sgd
 
-CODECS = ["int4", "int5", "int6", "int8", "nf4", "bf16", "fp16"]
+
+def steps_of(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    dtype = next(module.parameters()).dtype
+    for step in range(first, last + 1):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step, dtype).backward()
+        optimizer.step()
+
+
+def built(
+    *,
+    dtype: torch.dtype = torch.float32,
+    inner: reference.Optimizer = adamw,
+    kind: type[DiLoCo] = DiLoCo,
+    **arguments: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    module = reference.model(dtype)
+    optimizer = inner(list(module.parameters()))
+    arguments = arguments if "every" in arguments else {"every": 6, "fragments": 2, "delay": 2, **arguments}
+    return module, optimizer, kind(module, optimizer, **arguments)
 
 
 def trained(
-    steps: int,
-    make: Callable[[nn.Module, torch.optim.Optimizer], DiLoCo],
-    inner: reference.Optimizer = sgd,
-    dtype: torch.dtype = torch.float64,
-    finish: bool = True,
-) -> tuple[nn.Module, DiLoCo]:
-    module = reference.model(dtype)
+    steps: int, make: Callable[[nn.Module, torch.optim.Optimizer], DiLoCo], inner: reference.Optimizer = sgd
+) -> nn.Module:
+    module = reference.model()
     if dist.get_rank():  # which has to become rank 0's
         with torch.no_grad():
             for p in module.parameters():
                 p.mul_(2)
     optimizer = inner(list(module.parameters()))
     rounds = make(module, optimizer)
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        loss_of(module, dist.get_rank(), step, dtype).backward()
-        optimizer.step()
-    if finish:
-        rounds.finish()
-    return module, rounds
+    steps_of(module, optimizer, 1, steps)
+    rounds.finish()
+    return module
 
 
 def values(module: nn.Module) -> list[Tensor]:
@@ -74,98 +86,76 @@ def require_same_bits(tensors: list[Tensor]) -> None:
 # Against the reference.
 
 
-def diloco(rule: Rule) -> Callable[[nn.Module, torch.optim.Optimizer], DiLoCo]:
+def follows_reference(rule: Rule, optimizer: reference.Optimizer) -> None:
     outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov}
     rest: Any = {"every": rule.every, "fragments": rule.fragments, "delay": rule.delay, "mix": rule.mix}
-    return lambda module, optimizer: DiLoCo(module, optimizer, outer=outer, **rest)
-
-
-def rank_follows_reference(steps: int, rule: Rule, inner: str) -> None:
-    optimizer = {"sgd": sgd, "adamw": adamw}[inner]
-    module, _ = trained(steps, diloco(rule), optimizer)
-    expected = paper(dist.get_world_size(), steps, rule, optimizer)
-    assert difference(values(module), expected) < 1e-12
+    module = trained(23, lambda m, o: DiLoCo(m, o, outer=outer, **rest), optimizer)
+    assert difference(values(module), paper(dist.get_world_size(), 23, rule, optimizer)) < 1e-12, rule
     require_same_bits(values(module))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Rule(every=5),
-        Rule(every=5, momentum=0.0, nesterov=False),
-        Rule(every=4, momentum=0.5, nesterov=False),
-        Rule(every=6, fragments=3, delay=2, mix=0.5),
-        Rule(every=4, fragments=6, delay=3, mix=0.25),
-        Rule(every=7, fragments=2, delay=5, mix=0.0),
-        Rule(every=1, fragments=2),
-        Rule(every=5, lr=1.0, momentum=0.0, nesterov=False),
-        Rule(every=6, fragments=2, delay=1, mix=0.5, lr=1.0, momentum=0.0, nesterov=False),
-    ],
-    ids=str,
-)
-def test_it_is_the_papers_algorithm(rule: Rule, ranks: int) -> None:
+RULES = [
+    Rule(every=5),
+    Rule(every=5, momentum=0.0, nesterov=False),
+    Rule(every=4, momentum=0.5, nesterov=False),
+    Rule(every=6, fragments=3, delay=2, mix=0.5),
+    Rule(every=4, fragments=6, delay=3, mix=0.25),
+    Rule(every=7, fragments=2, delay=5, mix=0.0),
+    Rule(every=1, fragments=2),
+    Rule(every=5, lr=1.0, momentum=0.0, nesterov=False),
+    Rule(every=6, fragments=2, delay=1, mix=0.5, lr=1.0, momentum=0.0, nesterov=False),
+]
+
+
+@on_ranks((1, 3))
+def test_it_is_the_papers_algorithm() -> None:
     """Steps that do not fill a round are there, too."""
-    run_ranks(rank_follows_reference, 23, rule, "sgd", world_size=ranks, backend="ring")
+    for rule in RULES:
+        follows_reference(rule, sgd)
 
 
-@pytest.mark.parametrize("backend", ["ring", "gloo"])
-def test_any_inner_optimizer(backend: str) -> None:
-    rule = Rule(every=6, fragments=3, delay=2, mix=0.5)
-    run_ranks(rank_follows_reference, 23, rule, "adamw", world_size=2, backend=backend)
+@on_ranks(backend=backends())
+def test_any_inner_optimizer() -> None:
+    follows_reference(Rule(every=6, fragments=3, delay=2, mix=0.5), adamw)
 
 
-def rank_has_outer_of_torch() -> None:
+@on_ranks()
+def test_any_outer_optimizer_of_torch() -> None:
     of_torch = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-    module, _ = trained(13, lambda m, o: DiLoCo(m, o, every=3, fragments=2, outer=of_torch))
+    module = trained(13, lambda m, o: DiLoCo(m, o, every=3, fragments=2, outer=of_torch))
     assert difference(values(module), paper(2, 13, Rule(every=3, fragments=2))) < 1e-12
-    adam, _ = trained(13, lambda m, o: DiLoCo(m, o, every=3, outer=functools.partial(torch.optim.Adam, lr=0.05)))
+    adam = trained(13, lambda m, o: DiLoCo(m, o, every=3, outer=functools.partial(torch.optim.Adam, lr=0.05)))
     require_same_bits(values(adam))
 
 
-def test_any_outer_optimizer_of_torch() -> None:
-    run_ranks(rank_has_outer_of_torch, world_size=2, backend="ring")
-
-
-def rank_counts_samples() -> None:
-    rank, shares = dist.get_rank(), [3.0, 1.0]
-    module, optimizer = reference.model(), None
-    optimizer = sgd(list(module.parameters()))
-    rounds = DiLoCo(module, optimizer, every=4, fragments=2, delay=1, mix=0.5)
-    for step in range(1, 19):
-        optimizer.zero_grad()
-        loss_of(module, rank, step).backward()
-        rounds.did(shares[rank])
-        optimizer.step()
-    rounds.finish()
-    expected = paper(2, 18, Rule(every=4, fragments=2, delay=1, mix=0.5), samples=shares)
-    assert difference(values(module), expected) < 1e-12
-
-
+@on_ranks()
 def test_ranks_count_by_their_samples() -> None:
-    run_ranks(rank_counts_samples, world_size=2, backend="ring")
+    shares = [3.0, 1.0]
+    numbers: Any = {"every": 4, "fragments": 2, "delay": 1, "mix": 0.5}
+    module, optimizer, rounds = built(dtype=torch.float64, inner=sgd, **numbers)
+    for step in range(1, 19):
+        rounds.did(shares[dist.get_rank()])
+        steps_of(module, optimizer, step, step)
+    rounds.finish()
+    expected = paper(2, 18, Rule(**numbers), samples=shares)
+    assert difference(values(module), expected) < 1e-12
 
 
 # Against RingDP.
 
 
-def rank_equals_averaged_gradients(inner: str, warmup: bool) -> float:
-    optimizer = {"sgd": sgd, "adamw": adamw}[inner]
-    numbers: Any = {"every": 50, "warmup_steps": 30} if warmup else {"every": 1}
-    module, _ = trained(30, lambda m, o: LocalSGD(m, o, **numbers), optimizer)
-    return difference(values(module), averaged_gradients(dist.get_world_size(), 30, optimizer))
+@on_ranks(4)
+def test_a_round_of_one_step_is_data_parallelism_for_sgd_alone() -> None:
+    once: Any = {"every": 1}
+    for optimizer, numbers in ((sgd, once), (sgd, {"every": 50, "warmup_steps": 30}), (adamw, once)):
+        module = trained(30, functools.partial(LocalSGD, **numbers), optimizer)
+        error = difference(values(module), averaged_gradients(dist.get_world_size(), 30, optimizer))
+        assert error > 1e-3 if optimizer is adamw else error < 1e-14, (optimizer, numbers, error)
 
 
-@pytest.mark.parametrize("warmup", [False, True])
-def test_for_sgd_a_round_of_one_step_is_data_parallelism(warmup: bool) -> None:
-    assert max(run_ranks(rank_equals_averaged_gradients, "sgd", warmup, world_size=4, backend="ring")) < 1e-14
-
-
-def test_for_adamw_it_is_not() -> None:
-    assert min(run_ranks(rank_equals_averaged_gradients, "adamw", False, world_size=2, backend="ring")) > 1e-3
-
-
-def rank_alone_is_unchanged(kind: str, codec: str | None) -> None:
+@pytest.mark.parametrize(("kind", "codec"), [("local", None), ("diloco", None), ("diloco", "int4")])
+@on_ranks(1)
+def test_a_rank_alone_is_as_without_a_wrapper(kind: str, codec: str | None) -> None:
     module, optimizer = reference.model(torch.float32), None
     plain = copy.deepcopy(module)
     optimizer, plain_optimizer = adamw(list(module.parameters())), adamw(list(plain.parameters()))
@@ -180,25 +170,16 @@ def rank_alone_is_unchanged(kind: str, codec: str | None) -> None:
     assert all(map(torch.equal, values(module), values(plain)))
 
 
-@pytest.mark.parametrize(("kind", "codec"), [("local", None), ("diloco", None), ("diloco", "int4")])
-def test_a_rank_alone_is_as_without_a_wrapper(kind: str, codec: str | None) -> None:
-    run_ranks(rank_alone_is_unchanged, kind, codec, world_size=1, backend="ring")
-
-
 # The same bits.
 
 
-def rank_has_the_others_bits(codecs: list[str | None]) -> None:
+def same_bits(codecs: list[str | None]) -> None:
     for codec in codecs:
         for fragments, delay in ((1, 0), (3, 2), (6, 3)):
-            module = reference.model(torch.float32)
-            optimizer = adamw(list(module.parameters()))
-            rounds = DiLoCo(module, optimizer, every=4, fragments=fragments, delay=delay, compression=codec)
+            module, optimizer, rounds = built(every=4, fragments=fragments, delay=delay, compression=codec)
             before = values(module)
             for step in range(1, 11):
-                optimizer.zero_grad()
-                loss_of(module, dist.get_rank(), step, torch.float32).backward()
-                optimizer.step()
+                steps_of(module, optimizer, step, step)
                 with rounds.global_parameters():
                     require_same_bits(values(module))
             rounds.finish()
@@ -206,23 +187,24 @@ def rank_has_the_others_bits(codecs: list[str | None]) -> None:
             assert difference(values(module), before) > 1e-3
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_have_the_same_bits(ranks: int) -> None:
-    run_ranks(rank_has_the_others_bits, [None, "int4", "bf16"], world_size=ranks, backend="ring")
+@on_ranks(3)
+def test_all_ranks_have_the_same_bits() -> None:
+    same_bits([None, "int4", "bf16"])
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_all_ranks_have_the_same_bits_with_every_codec(ranks: int) -> None:
-    run_ranks(rank_has_the_others_bits, CODECS, world_size=ranks, backend="ring", timeout_s=100)
+@on_ranks((1, 2, 3, 4))
+def test_all_ranks_have_the_same_bits_with_every_codec() -> None:
+    same_bits(["int4", "int5", "int6", "int8", "nf4", "bf16", "fp16"])
 
 
-def rank_loses_nothing(codec: str) -> None:
+@on_ranks()
+def test_what_a_code_leaves_out_is_not_lost() -> None:
     """What int4 leaves out of a change is added to the next one: after many rounds the sums agree."""
     module = reference.model(torch.float32)
     parameters = list(module.parameters())
     optimizer = torch.optim.SGD(parameters, lr=1.0)
-    rounds = DiLoCo(module, optimizer, every=1, outer={"lr": 1.0}, compression=codec)
+    rounds = DiLoCo(module, optimizer, every=1, outer={"lr": 1.0}, compression="int4")
     start, rank = values(module), dist.get_rank()
     draw = torch.Generator().manual_seed(rank)
     changes = [torch.randn(p.shape, generator=draw) * 0.01 for p in parameters]
@@ -238,27 +220,16 @@ def rank_loses_nothing(codec: str) -> None:
     rounds.finish()
 
 
-def test_what_a_code_leaves_out_is_not_lost() -> None:
-    run_ranks(rank_loses_nothing, "int4", world_size=2, backend="ring")
-
-
 # Resuming.
 
 
-def steps_of(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        optimizer.zero_grad()
-        loss_of(module, dist.get_rank(), step, torch.float32).backward()
-        optimizer.step()
-
-
-def built(**arguments: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
-    module = reference.model(torch.float32)
-    optimizer = adamw(list(module.parameters()))
-    return module, optimizer, DiLoCo(module, optimizer, every=6, fragments=2, delay=2, **arguments)
-
-
-def rank_resumes(compression: str | None, outer: Any) -> None:
+@pytest.mark.parametrize(
+    "compression, outer",
+    [(None, None), ("int4", None), ("int8", functools.partial(torch.optim.Adam, lr=0.05))],
+    ids=str,
+)
+@on_ranks()
+def test_it_resumes_to_the_bit_from_every_step(compression: str | None, outer: Any) -> None:
     last = 14
     module, optimizer, rounds = built(compression=compression, outer=outer)
     states = []
@@ -274,16 +245,6 @@ def rank_resumes(compression: str | None, outer: Any) -> None:
         its_rounds.finish()
         assert all(map(torch.equal, values(module), values(again))), f"after step {step}"
         assert its_rounds.round == rounds.round
-
-
-@pytest.mark.parametrize("compression", [None, "int4"])
-def test_it_resumes_to_the_bit_from_every_step(compression: str | None) -> None:
-    run_ranks(rank_resumes, compression, None, world_size=2, backend="ring")
-
-
-def test_it_resumes_with_an_outer_optimizer_of_torch() -> None:
-    outer = functools.partial(torch.optim.Adam, lr=0.05)
-    run_ranks(rank_resumes, "int8", outer, world_size=2, backend="ring")
 
 
 def rank_saves(steps: int) -> dict[str, Any]:
@@ -328,20 +289,14 @@ def test_it_resumes_at_another_world_size(ranks: int) -> None:
             assert torch.equal(again["in_flight"]["1"]["mean"][name], mean)
 
 
-def rank_refuses_states() -> None:
+@on_ranks()
+def test_a_state_that_does_not_fit_is_refused() -> None:
     _, _, rounds = built()
     state = rounds.state_dict()
-    for change, words in (
-        ({"format": 9}, "format 9"),
-        ({"algorithm": "LocalSGD"}, "of a LocalSGD"),
-        ({"compression": "Int8()"}, "compressed by Int8"),
-        ({"outer_class": "Adam"}, "of the outer optimizer Adam, here it is SGD"),
-        ({"units": [1.0]}, "1 fragments"),
-        ({"world_size": 3}, "consolidated=True"),
-        ({"global": {}}, "has no parameter"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=words):
-            rounds.load_state_dict(state | change)
+    other: dict[str, Any] = {"format": 9, "algorithm": "LocalSGD", "compression": "Int8()", "outer_class": "Adam"}
+    for name, value in {**other, "units": [1.0], "world_size": 3, "global": {}}.items():
+        with pytest.raises(InvalidArgumentError):
+            rounds.load_state_dict(state | {name: value})
     moved = copy.deepcopy(state)
     moved["schedule"]["step"] += dist.get_rank()
     with pytest.raises(MismatchError) as differ:
@@ -349,26 +304,19 @@ def rank_refuses_states() -> None:
     assert differ.value.rank == dist.get_rank() != differ.value.peer
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
-    run_ranks(rank_refuses_states, world_size=2, backend="ring")
-
-
-def rank_has_a_state_of_another_model() -> str:
+@on_ranks(timeout_s=20)
+def test_a_state_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
     _, _, rounds = built()
     state = rounds.state_dict()
     with pytest.raises((MismatchError, InvalidArgumentError)) as raised:
         rounds.load_state_dict(state | {"format": 9} if dist.get_rank() else state)
     rounds.load_state_dict(state)
-    return f"{type(raised.value).__name__}: {raised.value}"
+    assert type(raised.value) is (InvalidArgumentError if dist.get_rank() else MismatchError)
+    assert "the rounds' state has format 9" in str(raised.value)
 
 
-def test_a_state_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
-    first, second = run_ranks(rank_has_a_state_of_another_model, world_size=2, backend="ring", timeout_s=20)
-    assert first.startswith("MismatchError: rank 1 cannot load its state of the DiLoCo: the rounds' state has format 9")
-    assert second.startswith("InvalidArgumentError: the rounds' state has format 9")
-
-
-def rank_loads_while_a_fragment_is_on_its_way() -> None:
+@on_ranks()
+def test_a_fragment_on_its_way_does_not_reach_a_state_that_is_loaded() -> None:
     module = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     rounds = DiLoCo(module, optimizer, every=2, delay=1)
@@ -387,10 +335,6 @@ def rank_loads_while_a_fragment_is_on_its_way() -> None:
     require_same_bits(values(module))
 
 
-def test_a_fragment_on_its_way_does_not_reach_a_state_that_is_loaded() -> None:
-    run_ranks(rank_loads_while_a_fragment_is_on_its_way, world_size=2, backend="ring")
-
-
 # Ranks that disagree.
 
 
@@ -401,10 +345,8 @@ def rank_is_another_step() -> None:
 
 
 def rank_has_another_every() -> None:
-    module = reference.model()
-    optimizer = sgd(list(module.parameters()))
-    DiLoCo(module, optimizer, every=lambda step: 2 + dist.get_rank())
-    steps_of(module.float(), optimizer, 1, 6)
+    module, optimizer, _ = built(inner=sgd, every=lambda step: 2 + dist.get_rank())
+    steps_of(module, optimizer, 1, 6)
 
 
 @pytest.mark.parametrize(
@@ -421,26 +363,25 @@ def test_a_rank_that_is_elsewhere_is_a_mismatch_that_names_both(case: Callable[[
     assert all(one in told for one in words), told
 
 
-def rank_has_other_arguments(**by_rank: Any) -> str:
+def rank_has_other_arguments(**by_rank: Any) -> tuple[type[Exception], str]:
     module = reference.model()
     arguments = {name: given[dist.get_rank()] for name, given in by_rank.items()}
     optimizer = sgd(list(module.parameters()))
     with pytest.raises((MismatchError, InvalidArgumentError)) as raised:
         DiLoCo(module, optimizer, **arguments)
     optimizer.step()  # nothing hangs on it
-    return f"{type(raised.value).__name__}: {raised.value}"
+    return type(raised.value), str(raised.value)
 
 
 def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
-    for text in run_ranks(rank_has_other_arguments, every=[50, 100], world_size=2, backend="ring"):
+    for kind, text in run_ranks(rank_has_other_arguments, every=[50, 100], backend="ring"):
+        assert kind is MismatchError
         assert "every: 50" in text
         assert "every: 100" in text
-    first, second = run_ranks(rank_has_other_arguments, delay=[0, -1], world_size=2, backend="ring")
-    assert "MismatchError: rank 1 cannot make its DiLoCo: DiLoCo: delay must be" in first
-    assert "InvalidArgumentError: DiLoCo: delay must be" in second
-    first, second = run_ranks(rank_has_other_arguments, scaler=[None, 2.0], world_size=2, backend="ring")
-    assert "MismatchError: rank 1 cannot make its DiLoCo: DiLoCo: scaler must be" in first
-    assert "InvalidArgumentError: DiLoCo: scaler must be" in second
+    for bad in ({"delay": [0, -1]}, {"scaler": [None, 2.0]}):
+        (kind, text), (own, its_text) = run_ranks(rank_has_other_arguments, backend="ring", **bad)
+        assert (kind, own) == (MismatchError, InvalidArgumentError)
+        assert text.startswith(f"rank 1 cannot make its DiLoCo: {its_text}")
 
 
 @pytest.mark.parametrize(
@@ -506,28 +447,10 @@ def one_rank(tmp_path: Any) -> Iterator[None]:
 # What is not finite.
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """What ringdp.rounds logs inside the block."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("ringdp.rounds").addHandler(handler := Keep())
-    try:
-        yield lines
-    finally:
-        logging.getLogger("ringdp.rounds").removeHandler(handler)
-
-
 def rank_has_a_nan() -> list[str]:
     rank = dist.get_rank()
-    module = reference.model(torch.float32)
-    optimizer = adamw(list(module.parameters()))
-    rounds = DiLoCo(module, optimizer, every=4, fragments=2, compression="int8")
-    with logged() as lines:
+    module, optimizer, rounds = built(every=4, fragments=2, compression="int8")
+    with logged("ringdp.rounds") as lines:
         for step in range(1, 17):
             optimizer.zero_grad()
             loss_of(module, rank, step, torch.float32).backward()
@@ -552,12 +475,13 @@ def test_a_rank_whose_parameters_are_not_finite_is_left_out_and_named() -> None:
     assert "2.weight of rank 1 is not finite, and this fragment of rank 1 does not count" in first[0]
 
 
-def rank_loses_momenta(optimizer_of: str) -> None:
+@pytest.mark.parametrize("optimizer_of", ["sgd", "adamw"])
+@on_ranks(timeout_s=20)
+def test_momenta_that_a_rank_has_not_stay_as_they_are(optimizer_of: str) -> None:
     """Rank 1 forgets what is not finite, and rank 0 has it still."""
     rank = dist.get_rank()
-    module = reference.model(torch.float32)
-    optimizer = {"sgd": sgd, "adamw": adamw}[optimizer_of](list(module.parameters()))
-    rounds = LocalSGD(module, optimizer, every=2, average_momenta=True)
+    inner = {"sgd": sgd, "adamw": adamw}[optimizer_of]
+    module, optimizer, rounds = built(inner=inner, kind=LocalSGD, every=2, average_momenta=True)
     for step in range(1, 9):
         optimizer.zero_grad()
         loss_of(module, rank, step, torch.float32).backward()
@@ -573,11 +497,6 @@ def rank_loses_momenta(optimizer_of: str) -> None:
     require_same_bits(values(module))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_momenta_that_a_rank_has_not_stay_as_they_are(optimizer: str) -> None:
-    run_ranks(rank_loses_momenta, optimizer, world_size=2, backend="ring", timeout_s=20)
-
-
 def rank_does_not_count_samples() -> None:
     module, optimizer, rounds = built()
     for step in range(1, 7):
@@ -588,16 +507,17 @@ def rank_does_not_count_samples() -> None:
 
 
 def test_samples_that_one_rank_alone_counts_are_a_mismatch_on_all_ranks() -> None:
-    for one in run_outcomes(rank_does_not_count_samples, world_size=2, backend="ring", timeout_s=20):
-        assert isinstance(one.error, MismatchError), one.text
-        assert one.error.peer == 1 - one.error.rank  # type: ignore[operator]
+    for rank, error in enumerate(errors_of(rank_does_not_count_samples, backend="ring", timeout_s=20)):
+        assert isinstance(error, MismatchError), error
+        assert (error.rank, error.peer) == (rank, 1 - rank)
 
 
-def rank_has_nothing_to_count(compression: str | None) -> list[str]:
-    module = reference.model(torch.float32)
-    optimizer = sgd(list(module.parameters()))
-    rounds = DiLoCo(module, optimizer, every=2, compression=compression)
-    with logged() as lines:
+@pytest.mark.parametrize("compression", [None, "int8"])
+@on_ranks()
+def test_a_round_in_which_no_rank_counts_is_no_news(compression: str | None) -> None:
+    """As when unequal ranks finish right after a turn: what has left last has made no step since."""
+    module, optimizer, rounds = built(inner=sgd, every=2, compression=compression)
+    with logged("ringdp.rounds") as lines:
         for step in range(1, 5):
             rounds.did(1 if step > 2 else 0)  # in the first round no rank did
             loss_of(module, dist.get_rank(), step, torch.float32).backward()
@@ -606,13 +526,7 @@ def rank_has_nothing_to_count(compression: str | None) -> list[str]:
                 assert difference(values(module), values(reference.model(torch.float32))) == 0
     rounds.finish()
     require_same_bits(values(module))
-    return lines
-
-
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_round_in_which_no_rank_counts_is_no_news(compression: str | None) -> None:
-    """As when unequal ranks finish right after a turn: what has left last has made no step since."""
-    assert run_ranks(rank_has_nothing_to_count, compression, world_size=2, backend="ring") == [[], []]
+    assert lines == []
 
 
 def rank_has_a_flipped_bit() -> None:
@@ -625,15 +539,17 @@ def rank_has_a_flipped_bit() -> None:
 
 
 def test_global_parameters_that_differ_are_found() -> None:
-    for one in run_outcomes(rank_has_a_flipped_bit, world_size=2, backend="ring"):
-        assert isinstance(one.error, MismatchError), one.text
-        assert "the global parameters differ on ranks" in str(one.error)
+    for error in errors_of(rank_has_a_flipped_bit, backend="ring"):
+        assert isinstance(error, MismatchError), error
+        assert "the global parameters differ on ranks" in str(error)
 
 
 # Loss scaling, unequal ranks, other models.
 
 
-def rank_skips_steps(kind: str) -> tuple[int, int]:
+@pytest.mark.parametrize("kind", ["torch", "ringdp"])
+@on_ranks()
+def test_steps_that_a_loss_scaler_skips_count(kind: str) -> None:
     rank = dist.get_rank()
     module = reference.model(torch.float32)
     optimizer = adamw(list(module.parameters()))
@@ -651,21 +567,13 @@ def rank_skips_steps(kind: str) -> tuple[int, int]:
     rounds.finish()
     require_same_bits(values(module))
     rounds.detach()
-    return rounds.step, done
+    assert (rounds.step, done) == (10, 8)
 
 
-@pytest.mark.parametrize("kind", ["torch", "ringdp"])
-def test_steps_that_a_loss_scaler_skips_count(kind: str) -> None:
-    assert run_ranks(rank_skips_steps, kind, world_size=2, backend="ring") == [(10, 8), (10, 8)]
-
-
-def rank_is_unequal(compression: str | None) -> tuple[int, float]:
+def rank_is_unequal() -> int:
     rank = dist.get_rank()
-    module = reference.model(torch.float32)
-    optimizer = sgd(list(module.parameters()))
-    rounds = DiLoCo(
-        module, optimizer, every=12, fragments=2, delay=1, unequal=True, compression=compression, outer={"lr": 1.0}
-    )
+    numbers: Any = {"every": 12, "fragments": 2, "delay": 1, "outer": {"lr": 1.0}}
+    module, optimizer, rounds = built(inner=sgd, unequal=True, compression="int8", **numbers)
     step = 0
     while rounds.round < 4:
         step += 1
@@ -675,15 +583,16 @@ def rank_is_unequal(compression: str | None) -> tuple[int, float]:
         optimizer.step()
     rounds.finish()
     require_same_bits(values(module))
-    return step, rounds.stats().waited_s
+    return step
 
 
 def test_unequal_ranks_make_unequal_steps_and_do_not_wait() -> None:
-    (fast, _), (slow, _) = run_ranks(rank_is_unequal, "int8", world_size=2, backend="ring")
+    fast, slow = run_ranks(rank_is_unequal, world_size=2, backend="ring")
     assert fast > 1.5 * slow
 
 
-def rank_counts_by_its_steps() -> None:
+@on_ranks()
+def test_unequal_ranks_count_by_their_steps() -> None:
     """Whatever the times: the mean is weighed by the steps that each rank says it has made."""
     rank = dist.get_rank()
     module = nn.Linear(4, 1, bias=False).double()
@@ -699,10 +608,6 @@ def rank_counts_by_its_steps() -> None:
     mine = torch.tensor([float(steps), steps * steps * (1.0 + rank)], dtype=torch.float64)
     dist.all_reduce(mine)
     assert torch.allclose(module.weight, (mine[1] / mine[0]).expand_as(module.weight), rtol=1e-12)
-
-
-def test_unequal_ranks_count_by_their_steps() -> None:
-    run_ranks(rank_counts_by_its_steps, world_size=2, backend="ring")
 
 
 class Odd(nn.Module):
@@ -727,18 +632,16 @@ class Odd(nn.Module):
         return (hidden * self.brain.float()) @ self.turned * self.phase.abs() * self.scale + self.empty.sum()
 
 
-def rank_trains_an_odd_model(compiled: bool) -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(5 + rank)  # rank 0's parameters become everyone's
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
+@on_ranks(3, timeout_s=100)
+def test_tied_frozen_and_odd_parameters(compiled: bool) -> None:
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's parameters become everyone's
     odd = Odd()
     module: Any = torch.compile(odd, backend="aot_eager") if compiled else odd
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
     rounds = DiLoCo(module, optimizer, every=3, fragments=3, delay=1, compression="int4")
     require_same_bits(values(module))
-    for step in range(1, 9):
-        optimizer.zero_grad()
-        loss_of(module, rank, step, torch.float32).backward()
-        optimizer.step()
+    steps_of(module, optimizer, 1, 8)
     buffers: dict[str, Any] = dict(odd.named_buffers())
     spread = buffers["norm.running_mean"].clone()
     rounds.finish()
@@ -752,12 +655,8 @@ def rank_trains_an_odd_model(compiled: bool) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.ci)])
-def test_tied_frozen_and_odd_parameters(compiled: bool) -> None:
-    run_ranks(rank_trains_an_odd_model, compiled, world_size=3, backend="ring", timeout_s=100)
-
-
-def rank_changes_its_parameters() -> None:
+@on_ranks(timeout_s=20)
+def test_parameters_that_change_are_refused_and_it_goes_on() -> None:
     rank = dist.get_rank()
     module = reference.model(torch.float32)
     module.get_parameter("2.bias").requires_grad_(False)
@@ -794,11 +693,8 @@ def rank_changes_its_parameters() -> None:
     require_same_bits(values(module))
 
 
-def test_parameters_that_change_are_refused_and_it_goes_on() -> None:
-    run_ranks(rank_changes_its_parameters, world_size=2, backend="ring", timeout_s=20)
-
-
-def rank_makes_two() -> None:
+@on_ranks(4, timeout_s=20)
+def test_two_on_one_optimizer_are_of_two_levels() -> None:
     module = reference.model()
     optimizer = sgd(list(module.parameters()))
     first = LocalSGD(module, optimizer)
@@ -809,20 +705,14 @@ def rank_makes_two() -> None:
     inside, between = (dist.new_subgroups_by_enumeration(it)[0] for it in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     often = LocalSGD(module, optimizer, every=2, process_group=inside)
     seldom = LocalSGD(module, optimizer, every=4, process_group=between)
-    for step in range(1, 9):
-        optimizer.zero_grad()
-        loss_of(module, dist.get_rank(), step).backward()
-        optimizer.step()
+    steps_of(module, optimizer, 1, 8)
     require_same_bits(values(module))
     often.finish()
     seldom.finish()
 
 
-def test_two_on_one_optimizer_are_of_two_levels() -> None:
-    run_ranks(rank_makes_two, world_size=4, backend="ring", timeout_s=20)
-
-
-def rank_has_a_sharded_model() -> None:
+@on_ranks(4)
+def test_parameters_that_are_dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -846,11 +736,9 @@ def rank_has_a_sharded_model() -> None:
     rounds.finish()
 
 
-def test_parameters_that_are_dtensors() -> None:
-    run_ranks(rank_has_a_sharded_model, world_size=4, backend="ring")
-
-
-def rank_has_two_levels(unequal: bool) -> list[Tensor]:
+@pytest.mark.parametrize("unequal", [False, True])
+@on_ranks(4)
+def test_exact_inside_and_rounds_between(unequal: bool) -> None:
     inside, between = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0], None
     between = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     module = reference.model(torch.float32)
@@ -862,21 +750,14 @@ def rank_has_two_levels(unequal: bool) -> list[Tensor]:
     step = 0
     while (rounds.round < 3) if unequal else (step < 12):
         step += 1
-        optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step, torch.float32).backward()
-        optimizer.step()
+        steps_of(model, optimizer, step, step)
     model.check_replicas()  # ranks inside have the same bits also between rounds
     rounds.finish()
     require_same_bits(values(module))
-    return values(module)
 
 
-@pytest.mark.parametrize("unequal", [False, True])
-def test_exact_inside_and_rounds_between(unequal: bool) -> None:
-    run_ranks(rank_has_two_levels, unequal, world_size=4, backend="ring")
-
-
-def rank_evaluates() -> None:
+@on_ranks()
+def test_global_parameters_for_evaluation() -> None:
     module, optimizer, rounds = built()
     steps_of(module, optimizer, 1, 5)
     mine = values(module)
@@ -892,16 +773,9 @@ def rank_evaluates() -> None:
     assert all(map(torch.equal, values(module), mine))
 
 
-def test_global_parameters_for_evaluation() -> None:
-    run_ranks(rank_evaluates, world_size=2, backend="ring")
-
-
 def rank_has_levels(sites: list[str] | None) -> tuple[list[int] | None, ...]:
-    os.environ["RINGDP_SITE"] = "" if sites is None else sites[dist.get_rank()]
-    try:
+    with mock.patch.dict(os.environ, RINGDP_SITE="" if sites is None else sites[dist.get_rank()]):
         found = ringdp.levels()
-    finally:
-        del os.environ["RINGDP_SITE"]
     return tuple(None if one is None else dist.get_process_group_ranks(one) for one in found)
 
 
@@ -910,12 +784,13 @@ def test_levels_are_those_of_sites_and_hosts() -> None:
     assert run_ranks(rank_has_levels, ["a", "b"], world_size=2, backend="ring") == [(None, [0, 1])] * 2
     four = run_ranks(rank_has_levels, ["a", "b", "a", "b"], world_size=4, backend="ring")
     assert four == [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
-    for one in run_outcomes(rank_has_levels, ["a", "b", "b"], world_size=3, backend="ring"):
-        assert isinstance(one.error, InvalidArgumentError)
-        assert "there are ranks 0; ranks 1, 2" in str(one.error)
+    for error in errors_of(rank_has_levels, ["a", "b", "b"], world_size=3, backend="ring"):
+        assert isinstance(error, InvalidArgumentError)
+        assert "there are ranks 0; ranks 1, 2" in str(error)
 
 
-def rank_counts_bytes() -> tuple[int, int, Any]:
+@on_ranks()
+def test_stats_say_what_was_sent() -> None:
     module = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     rounds = DiLoCo(module, optimizer, every=100, compression="int4")
@@ -923,48 +798,29 @@ def rank_counts_bytes() -> tuple[int, int, Any]:
     for _ in range(100):
         module.weight.grad, module.bias.grad = torch.randn_like(module.weight), torch.randn_like(module.bias)
         optimizer.step()
-    return ringdp.traffic().bytes_sent - before, rounds.stats().bytes_sent, rounds.stats()
+    sent, stats = ringdp.traffic().bytes_sent - before, rounds.stats()
+    assert stats.bytes_sent <= sent <= stats.bytes_sent + 2000
+    assert 740 < stats.bytes_of_exact_steps / stats.bytes_sent < 760  # 32 bits in 100 steps against 4.25 once
+    assert (stats.rounds, stats.steps) == (1, 100)
+    assert stats.drift[0] > 0
+    assert stats.waited_s >= 0
 
 
-def test_stats_say_what_was_sent() -> None:
-    for sent, said, stats in run_ranks(rank_counts_bytes, world_size=2, backend="ring"):
-        assert said <= sent <= said + 2000
-        assert 740 < stats.bytes_of_exact_steps / said < 760  # 32 bits in 100 steps against 4.25 once
-        assert stats.rounds == 1
-        assert stats.steps == 100
-        assert stats.drift[0] > 0
-        assert stats.waited_s >= 0
-
-
-def rank_averages_momenta() -> None:
-    module = reference.model()
-    optimizer = sgd(list(module.parameters()))
-    rounds = LocalSGD(module, optimizer, every=3, average_momenta=True)
-    for step in range(1, 10):
-        optimizer.zero_grad()
-        loss_of(module, dist.get_rank(), step).backward()
-        optimizer.step()
+@on_ranks()
+def test_momenta_are_averaged_where_asked_for_and_detach_ends_it() -> None:
+    module, optimizer, rounds = built(inner=sgd, kind=LocalSGD, every=3, average_momenta=True)
+    steps_of(module, optimizer, 1, 9)
     require_same_bits([optimizer.state[p]["momentum_buffer"] for p in module.parameters()])
     rounds.detach()
     for p in module.parameters():
         p.grad = torch.full_like(p, dist.get_rank())
     for _ in range(3):
         optimizer.step()
-    with pytest.raises(AssertionError):
-        require_same_bits(values(module))
-
-
-def test_momenta_are_averaged_where_asked_for_and_detach_ends_it() -> None:
-    outcomes = run_ranks(rank_averages_momenta_or_is_rank_0, world_size=2, backend="ring")
-    assert outcomes == [None, None]
-
-
-def rank_averages_momenta_or_is_rank_0() -> None:
     if dist.get_rank() == 0:
-        with contextlib.suppress(pytest.fail.Exception):  # rank 0 is what the others compare with
-            rank_averages_momenta()
+        require_same_bits(values(module))  # with its own, which the others compare with
     else:
-        rank_averages_momenta()
+        with pytest.raises(AssertionError):
+            require_same_bits(values(module))
 
 
 def test_it_needs_init() -> None:

@@ -20,9 +20,9 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook
 from tests.train import compressed_training as training
-from tests.train.harness import backends, run_ranks
+from tests.train.harness import backends, on_ranks, run_ranks
 
-pytestmark = pytest.mark.parametrize("backend", backends())
+each_backend = pytest.mark.parametrize("backend", backends())
 _SOON_S = 5.0  # of a wait that would last for the group's timeout
 TYPO = {"compression": "int8", "rules": [("0.wieght", None)]}
 
@@ -55,6 +55,7 @@ def raises(how: Callable[..., None], choices: list[dict[str, Any]]) -> ringdp.Ri
     return caught.value
 
 
+@each_backend
 @pytest.mark.parametrize("how", [wrap, wrap_without_comparing, change])
 def test_a_typo_on_all_ranks_is_refused_on_all(backend: str, how: Callable[..., None]) -> None:
     for error in run_ranks(raises, how, [TYPO], backend=backend, timeout_s=20):
@@ -62,6 +63,7 @@ def test_a_typo_on_all_ranks_is_refused_on_all(backend: str, how: Callable[..., 
         assert "no parameter fits rule 1 of 1, '0.wieght': the closest names are '0.weight'" in str(error)
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("how", "bad", "reason"),
     [
@@ -104,23 +106,23 @@ def steps_in_backward_on_one_rank() -> ringdp.RingError:
     return caught.value
 
 
+@each_backend
 def test_optimizers_in_backward_on_one_rank(backend: str) -> None:
     zero, one = run_ranks(steps_in_backward_on_one_rank, backend=backend, timeout_s=20)
     assert type(one) is ringdp.InvalidArgumentError
     assert str(zero) == f"rank 1 cannot choose its compression: {one}"
 
 
+@each_backend
 @pytest.mark.parametrize("how", [wrap, change])
 def test_ranks_with_different_rules(backend: str, how: Callable[..., None]) -> None:
-    choices = [
-        {"compression": "int8", "rules": [("3.weight", None)]},
-        {"compression": "int8", "rules": [("0.*", None)]},
-    ]
+    choices = [{"compression": "int8", "rules": [(rule, None)]} for rule in ("3.weight", "0.*")]
     for rank, error in enumerate(run_ranks(raises, how, choices, backend=backend, timeout_s=20)):
         assert type(error) is ringdp.MismatchError
         assert f"'0.weight': {'exact' if rank else 'Int8('}" in str(error)
 
 
+@each_backend
 def test_ranks_that_leave_other_rules_without_effect(backend: str) -> None:
     """They come to the same compressors, and one of them has a typo that is a warning."""
     fine = {"compression": "int8", "rules": [("0.*", None)], "unmatched_rules": "warn"}
@@ -138,6 +140,7 @@ def wrap_odd(**arguments: Any) -> None:
     RingDP(odd(), **arguments)
 
 
+@each_backend
 def test_names_with_lines_and_tabs(backend: str) -> None:
     choices = [{"compression": "int8", "rules": [(name, None)]} for name in odd().state_dict()]
     for rank, error in enumerate(run_ranks(raises, wrap_odd, choices, backend=backend, timeout_s=20)):
@@ -151,64 +154,44 @@ def heard(logger: str, work: Callable[[], object]) -> list[str]:
     return [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
-def warned() -> list[str]:
+@on_ranks(backend=backends())
+def test_a_warning_in_place_of_the_error_comes_from_one_rank() -> None:
     rules = [("*.bias", None), ("0.wieght", None), ("0.bias", "bf16")]
 
     def both() -> None:
         model = RingDP(training.wide(), compression="int8", rules=rules, unmatched_rules="warn")
         model.set_compression("int4", rules=rules[:2], unmatched_rules="warn")
 
-    return heard("ringdp.model_compression", both)
+    wanted = ["no parameter fits rule 2 of 3, '0.wieght'", "rule 3 of 3, '0.bias', never counts"]
+    wanted += ["no parameter fits rule 2 of 2, '0.wieght'"]
+    told = [text.split(":")[0] for text in heard("ringdp.model_compression", both)]
+    assert told == (wanted if dist.get_rank() == 0 else [])
 
 
-def test_a_warning_in_place_of_the_error_comes_from_one_rank(backend: str) -> None:
-    told, silent = run_ranks(warned, backend=backend)
-    assert silent == []
-    assert [text.split(":")[0] for text in told] == [
-        "no parameter fits rule 2 of 3, '0.wieght'",
-        "rule 3 of 3, '0.bias', never counts",
-        "no parameter fits rule 2 of 2, '0.wieght'",
-    ]
-
-
-def in_a_hook() -> list[str]:
+@on_ranks(backend=backends())
+def test_a_hook_without_the_model_warns_after_the_first_backward() -> None:
     """Rules of sizes need no model: what fits nothing is known after the first backward."""
     ddp = DistributedDataParallel(training.wide(), bucket_cap_mb=0.004)
     ddp.register_comm_hook(*ddp_hook("int8", rules=[(range(5, 6), None), (range(4000), None), (range(8), "int4")]))
-    return heard("ringdp.hooks", lambda: [training.loss_of(ddp, step).backward() for step in range(2)])
+    told = heard("ringdp.hooks", lambda: [training.loss_of(ddp, step).backward() for step in range(2)])
+    text = r"of the parameters that have gradients, no parameter fits rule 1 of 3, range\(5, 6\).*;.*never counts.*"
+    assert re.fullmatch(text, ";".join(told)) if dist.get_rank() == 0 else told == []
 
 
-def test_a_hook_without_the_model_warns_after_the_first_backward(backend: str) -> None:
-    told, silent = run_ranks(in_a_hook, backend=backend)
-    assert silent == []
-    assert re.fullmatch(
-        r"of the parameters that have gradients, no parameter fits rule 1 of 3, range\(5, 6\): they have 7 to 9,216"
-        r" elements;.*never counts.*",
-        ";".join(told),
-    )
-
-
-def with_the_model() -> list[str]:
+@on_ranks(backend=backends())
+def test_a_hook_with_the_model_refuses_at_once() -> None:
     ddp = DistributedDataParallel(training.wide())
     for rules in ([("0.wieght", None)], [(nn.Conv2d, None)], [(range(5, 6), None)]):
         with pytest.raises(ringdp.InvalidArgumentError):
             ddp_hook("int8", rules=rules, model=ddp)
-    return heard("ringdp.hooks", lambda: ddp_hook("int8", rules=rules, model=ddp, unmatched_rules="warn"))
+    told = heard("ringdp.hooks", lambda: ddp_hook("int8", rules=rules, model=ddp, unmatched_rules="warn"))
+    assert len(told) == (dist.get_rank() == 0)
 
 
-def test_a_hook_with_the_model_refuses_at_once(backend: str) -> None:
-    told, silent = run_ranks(with_the_model, backend=backend)
-    assert len(told) == 1
-    assert silent == []
-
-
-def of_another_model() -> list[str]:
+@on_ranks(backend=backends())
+def test_a_hook_with_another_model_than_ddps_says_so() -> None:
     ddp = DistributedDataParallel(training.wide())
     ddp.register_comm_hook(*ddp_hook("int8", rules=[("0.weight", None)], model=training.wide()))
-    return heard("ringdp.hooks", lambda: training.loss_of(ddp, 0).backward())
-
-
-def test_a_hook_with_another_model_than_ddps_says_so(backend: str) -> None:
-    for told in run_ranks(of_another_model, backend=backend):
-        assert len(told) == len(list(training.wide().parameters()))
-        assert "is not in the model given to ddp_hook(model=...)" in told[0]
+    told = heard("ringdp.hooks", lambda: training.loss_of(ddp, 0).backward())
+    assert len(told) == len(list(training.wide().parameters()))
+    assert "is not in the model given to ddp_hook(model=...)" in told[0]

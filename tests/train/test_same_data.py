@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from tests.helpers import logged
-from tests.train.harness import default_group, ring_is_built, run_ranks
+from tests.train.harness import default_group, run_ranks
 from tests.train.test_forwards import batch, wrapped
-
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 
 def asked(data: str, steps: int = 35, loss: str = "square", **options: Any) -> list[str]:
@@ -45,8 +43,7 @@ def test_rank_0_asks_once(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "loss"),
-    [("own", "square"), ("own", "sum"), ("at first", "square"), ("zeros", "square")],
+    ("data", "loss"), [("own", "square"), ("own", "sum"), ("at first", "square"), ("zeros", "square")]
 )
 def test_nothing_is_asked_of_ranks_with_samples_of_their_own(data: str, loss: str) -> None:
     assert run_ranks(asked, data, loss=loss, backend="ring", timeout_s=40) == [[], []]

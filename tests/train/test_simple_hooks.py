@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks import allreduce_hook, bf16_hook, fp16_hook, noop_hook, post_local_sgd
 from tests.train.compressed import build, digest, loss_of
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, run_ranks
 
 
 def wrappers() -> list[Any]:
@@ -45,21 +43,19 @@ def averaged() -> list[str]:
     return digests
 
 
+@pytest.mark.parametrize("backend", backends())
 def test_averaged_as_they_are_or_in_half_the_bytes(backend: str) -> None:
     first, second, third = run_ranks(averaged, world_size=3, backend=backend)
     assert first == second == third
 
 
-def alone() -> None:
+@on_ranks(backend=backends())
+def test_no_communication() -> None:
     for wrapper in wrappers():
         model = wrapper(build())
         model.register_comm_hook(None, noop_hook)
         for one, other in zip(gradients(model), gradients(build()), strict=True):
             assert torch.equal(one, other)
-
-
-def test_no_communication(backend: str) -> None:
-    run_ranks(alone, world_size=2, backend=backend)
 
 
 def drifting(ranks_together: int) -> list[list[str]]:
@@ -81,6 +77,7 @@ def drifting(ranks_together: int) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("ranks_together", [1, 2])
 def test_local_steps_and_parameters_that_meet(backend: str, ranks_together: int) -> None:
     ranks = run_ranks(drifting, ranks_together, world_size=4, backend=backend)
@@ -90,13 +87,10 @@ def test_local_steps_and_parameters_that_meet(backend: str, ranks_together: int)
             assert different == (1 if step in (0, 1, 2, 4) else 4 // ranks_together), step
 
 
-def refused() -> None:
+@on_ranks(backend=backends())
+def test_numbers_that_cannot_be() -> None:
     for warmup_steps, period in ((-1, 2), (0, 1)):
         with pytest.raises(InvalidArgumentError):
             post_local_sgd(warmup_steps=warmup_steps, period=period)
     with pytest.raises(InvalidArgumentError):
         post_local_sgd(warmup_steps=0, period=4, ranks_together=3)
-
-
-def test_numbers_that_cannot_be(backend: str) -> None:
-    run_ranks(refused, world_size=2, backend=backend)

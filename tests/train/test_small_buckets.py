@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import run_ranks
+from tests.train.harness import on_ranks, run_ranks
 
 SMALL, LARGE = 64 * 64, 256 * 256  # elements of the two weights, each in a bucket of its own
 CAP_MB = [4 * SMALL / 2**20, 4 * LARGE / 2**20]
@@ -34,7 +34,7 @@ class Both(nn.Module):
 
 
 def tuning(folder: Path, limit: int) -> str:
-    path = folder / f"{limit}.json"
+    path = folder / f"{limit}-{os.environ.get('RANK')}.json"  # of each rank its own: they write at once
     path.write_text(json.dumps({"ringdp_tuning": 1, "layouts": {"one_host": {"exact_bucket_bytes": limit}}}))
     return str(path)
 
@@ -70,22 +70,16 @@ def test_a_small_bucket_is_exact_and_a_large_one_is_not(tmp_path: Path, codec: s
         assert torch.equal(both["large"], coded["large"])
 
 
-def rows(path: str) -> list[dict[str, Any]]:
-    model = wrap(path, "int8")
+@on_ranks(backend="gloo")
+def test_statistics_count_it_as_exact(tmp_path: Path) -> None:
+    model = wrap(tuning(tmp_path, 4 * SMALL), "int8")
     for step in range(3):
         gradients(model, step)
     found = model.compression_stats()
     assert found.bytes_before == 4 * LARGE
-    return found.buckets
-
-
-def test_statistics_count_it_as_exact(tmp_path: Path) -> None:
-    for buckets in run_ranks(rows, tuning(tmp_path, 4 * SMALL)):
-        assert {(row["bytes_before"], row["reduction"] >= 0) for row in buckets} == {
-            (4 * SMALL, False),
-            (4 * LARGE, True),
-        }
-        assert all(row["bytes_after"] == row["bytes_before"] for row in buckets if row["reduction"] < 0)
+    kinds = {(row["bytes_before"], row["reduction"] >= 0) for row in found.buckets}
+    assert kinds == {(4 * SMALL, False), (4 * LARGE, True)}
+    assert all(row["bytes_after"] == row["bytes_before"] for row in found.buckets if row["reduction"] < 0)
 
 
 def owed(state: Any, name: str = "") -> set[str]:
@@ -137,25 +131,18 @@ def exact_total() -> Tensor:
     return torch.stack([gradients(model, step)["small"] for step in range(6)]).double().sum(0)
 
 
-def sums(path: str) -> tuple[Tensor, Tensor, Tensor]:
-    return exact_total(), total(path), total(None)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_lost(tmp_path: Path, world_size: int) -> None:
+@on_ranks(3, backend="gloo")
+def test_nothing_is_lost(tmp_path: Path) -> None:
     """Codes, then exact with the residual, have the sum of exact steps; without the residual they have not."""
-    for exact, limited, without in run_ranks(sums, tuning(tmp_path, 4 * SMALL), world_size=world_size):
-        torch.testing.assert_close(limited, exact, rtol=1e-4, atol=1e-6)
-        assert (without - exact).abs().max() > 1e-3 * exact.abs().max()
+    exact, limited, without = exact_total(), total(tuning(tmp_path, 4 * SMALL)), total(None)
+    torch.testing.assert_close(limited, exact, rtol=1e-4, atol=1e-6)
+    assert (without - exact).abs().max() > 1e-3 * exact.abs().max()
 
 
-def by_default() -> bool:
-    model, exact = wrap(None, "int8"), wrap(None, None)
-    return any(not torch.equal(gradients(model, step)["small"], gradients(exact, step)["small"]) for step in range(3))
-
-
+@on_ranks(backend="gloo")
 def test_without_the_setting_a_codec_has_buckets_of_any_size() -> None:
-    assert all(run_ranks(by_default))
+    model, exact = wrap(None, "int8"), wrap(None, None)
+    assert any(not torch.equal(gradients(model, step)["small"], gradients(exact, step)["small"]) for step in range(3))
 
 
 def test_ranks_with_other_limits_refuse_each_other(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from ringdp.ddp.sync_batch_norm import SyncBatchNorm
 from ringdp.ddp.wrapper import RingDP
-from tests.train.harness import backends, run_ranks
-
-pytestmark = pytest.mark.parametrize("backend", backends())
+from tests.train.harness import backends, on_ranks, require_same_bits, run_ranks
 
 
 def batch(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,6 +71,7 @@ def layer_like_one_process(
     torch.testing.assert_close(model(shown), reference(alone, shown), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     "sizes, inner, dtype, options, channels_last",
     [
@@ -110,7 +109,8 @@ def network() -> nn.Module:
     )
 
 
-def training_like_one_process() -> list[Tensor]:
+@on_ranks(backend=backends())
+def test_training_is_one_process_with_the_joined_batch() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
     alone = network()
@@ -126,16 +126,11 @@ def training_like_one_process() -> list[Tensor]:
             optimizer.zero_grad()
     for name, tensor in alone.state_dict().items():
         torch.testing.assert_close(model.module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    return [tensor.clone() for tensor in model.state_dict().values()]
+    require_same_bits(model.state_dict().values())
 
 
-def test_training_is_one_process_with_the_joined_batch(backend: str) -> None:
-    first, second = run_ranks(training_like_one_process, backend=backend)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-
-
-def copies_and_groups() -> None:
+@on_ranks(backend=backends())
+def test_copies_groups_and_refusals() -> None:
     """Copies and saved models keep working; a layer may have a group of its own; one value per channel is refused."""
     rank = dist.get_rank()
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
@@ -158,11 +153,8 @@ def copies_and_groups() -> None:
         model.module[1](torch.ones(3))
 
 
-def test_copies_groups_and_refusals(backend: str) -> None:
-    run_ranks(copies_and_groups, backend=backend)
-
-
-def a_half_module() -> None:
+@on_ranks(backend=backends())
+def test_a_half_module() -> None:
     """Parameters, statistics and inputs in half precision; computed in float32 inside."""
     for dtype in (torch.float16, torch.bfloat16):
         layer = nn.BatchNorm1d(5)
@@ -180,15 +172,8 @@ def a_half_module() -> None:
             assert tensor.isfinite().all()
 
 
-def test_a_half_module(backend: str) -> None:
-    run_ranks(a_half_module, backend=backend)
-
-
-def alone() -> None:
+@on_ranks(1, backend=backends())
+def test_a_world_of_one() -> None:
     model = RingDP(nn.SyncBatchNorm.convert_sync_batchnorm(network()))
     x = batch(0, (2, 3, 6, 6), torch.float32)
     torch.testing.assert_close(model(x), network()(x))
-
-
-def test_a_world_of_one(backend: str) -> None:
-    run_ranks(alone, world_size=1, backend=backend)

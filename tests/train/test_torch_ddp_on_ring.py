@@ -78,12 +78,3 @@ def test_a_wrong_option_is_answered_before_anything_starts(capsys: pytest.Captur
         torch_ddp_on_ring.main(["--backend", "nccl"])
     assert ended.value.code == 2
     assert "invalid choice: 'nccl'" in capsys.readouterr().err
-
-
-def test_help_says_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        torch_ddp_on_ring.main(["--help"])
-    assert ended.value.code == 0
-    output = capsys.readouterr().out
-    assert "torchrun --nproc-per-node 2 examples/torch_ddp_on_ring.py" in output
-    assert "--backend {ring,gloo}" in output

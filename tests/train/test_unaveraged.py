@@ -11,10 +11,9 @@ from torch import nn
 
 from ringdp.errors import MismatchError
 from tests.helpers import logged
-from tests.train.harness import backends, default_group, ring_is_built, run_outcomes, run_ranks
+from tests.train.harness import backends, default_group, errors_of, on_ranks, run_ranks
 from tests.train.test_forwards import batch, plain, wrapped
 
-pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 UNDER_NO_SYNC, PAST = "no_sync()", "through no output"
 
 
@@ -113,8 +112,7 @@ def test_on_any_backend(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["usual", "clips", "accumulated", "discarded", "zeroed", "before the mean", "no_sync by hand"],
+    "how", ["usual", "clips", "accumulated", "discarded", "zeroed", "before the mean", "no_sync by hand"]
 )
 def test_the_others_are_not(how: str) -> None:
     assert run_ranks(said, how, backend="ring", timeout_s=30) == [[], []]
@@ -130,14 +128,15 @@ def never_called() -> None:
 
 
 def test_the_guard_finds_replicas_whose_wrapper_is_never_called() -> None:
-    for outcome in run_outcomes(never_called, backend="ring", timeout_s=30):
-        assert isinstance(outcome.error, MismatchError), outcome.text
-        assert outcome.error.operation == "divergence guard"
-        assert outcome.error.step is not None
-        assert outcome.error.step <= 10
+    for error in errors_of(never_called, backend="ring", timeout_s=30):
+        assert isinstance(error, MismatchError), error
+        assert error.operation == "divergence guard"
+        assert error.step is not None
+        assert error.step <= 10
 
 
-def two_wrappers() -> list[str]:
+@on_ranks()
+def test_only_what_an_optimizer_steps_counts() -> None:
     """One optimizer of two wrappers, and another of half of one: only what an optimizer steps counts."""
     rank = default_group().rank()
     first, second = wrapped(nn.Linear(8, 8)), wrapped(nn.Linear(8, 4))
@@ -151,16 +150,12 @@ def two_wrappers() -> list[str]:
         assert lines == []
         optimizer.add_param_group({"params": [second.module.bias]})
         optimizer.step()
-    return lines
+    assert len(lines) == 1
+    assert "bias" in lines[0]
 
 
-def test_only_what_an_optimizer_steps_counts() -> None:
-    for lines in run_ranks(two_wrappers, backend="ring", timeout_s=30):
-        assert len(lines) == 1
-        assert "bias" in lines[0]
-
-
-def tied() -> list[str]:
+@on_ranks()
+def test_a_gradient_that_another_wrapper_has_averaged_is_no_reason() -> None:
     """A parameter of two wrappers, of which every other step uses one alone."""
     rank = default_group().rank()
     shared = nn.Linear(8, 8)
@@ -171,8 +166,4 @@ def tied() -> list[str]:
             plain((first, second)[number % 2], number, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return lines
-
-
-def test_a_gradient_that_another_wrapper_has_averaged_is_no_reason() -> None:
-    assert run_ranks(tied, backend="ring", timeout_s=30) == [[], []]
+    assert lines == []

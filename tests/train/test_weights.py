@@ -20,15 +20,14 @@ import ringdp
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from tests.train import models
-from tests.train.harness import RankFailed, backends, run_ranks
+from tests.train.harness import RankFailed, backends, on_ranks, run_ranks
 
 Split = Sequence[Sequence[int]]  # by rank: the sizes of its micro-batches
 
 SPLITS: dict[int, list[Split]] = {
     1: [[[24]], [[5, 19]], [[0, 7, 9, 8]]],
     2: [[[6], [2]], [[12], [12]], [[1], [23]], [[0], [8]], [[16, 3, 1], [4]], [[3, 0, 5], [0, 0]], [[4, 4], [4, 4]]],
-    3: [[[1], [2], [3]], [[5, 1], [7], [2, 2, 2]]],
-    4: [[[8], [1], [0], [3]], [[1, 1], [1, 2], [3], [5, 5]]],
+    3: [[[1], [2], [3]], [[5, 1], [7], [2, 2, 2]], [[8], [0], [3]]],
 }
 
 
@@ -85,13 +84,18 @@ def any_split(splits: list[Split], dtype: torch.dtype, name: str, options: dict[
             close(model, expected, tolerance)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_any_split_equals_one_process(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(any_split, SPLITS[world_size], dtype, "mlp", {}, world_size=world_size, backend="ring")
+@on_ranks((1, 2, 3))
+def test_any_split_equals_one_process() -> None:
+    """Those of the table, and some that are drawn."""
+    pick, ranks = random.Random(5), dist.get_world_size()
+    drawn = [
+        [[pick.choice([0, 1, 2, 5, 11]) for _ in range(pick.randint(1, 4))] for _ in range(ranks)] for _ in range(10)
+    ]
+    any_split([split for split in drawn if sum(map(sum, split))], torch.float64, "mlp", {"bucket_cap_mb": 0.001})
+    for dtype in (torch.float64, torch.float32):
+        any_split(SPLITS[ranks], dtype, "mlp", {})
 
 
-@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -102,24 +106,13 @@ def test_any_split_equals_one_process(world_size: int, dtype: torch.dtype) -> No
         ("mlp", {"mixed_precision": _MixedPrecision(reduce_dtype=torch.float64)}),
     ],
 )
-def test_with_options_of_the_wrapper(backend: str, name: str, options: dict[str, Any]) -> None:
-    splits = SPLITS[2] if "static_graph" not in options else [[[6], [2]], [[1], [7]]]
-    run_ranks(any_split, splits, torch.float64, name, options, backend=backend)
+@on_ranks(backend=backends())
+def test_with_options_of_the_wrapper(name: str, options: dict[str, Any]) -> None:
+    any_split(SPLITS[2] if "static_graph" not in options else [[[6], [2]], [[1], [7]]], torch.float64, name, options)
 
 
-def random_splits(seed: int) -> None:
-    rng = random.Random(seed)
-    n = dist.get_world_size()
-    splits = [[[rng.choice([0, 1, 2, 5, 11]) for _ in range(rng.randint(1, 4))] for _ in range(n)] for _ in range(30)]
-    any_split([split for split in splits if sum(map(sum, split))], torch.float64, "mlp", {"bucket_cap_mb": 0.001})
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_splits(world_size: int) -> None:
-    run_ranks(random_splits, 5, world_size=world_size, backend="ring")
-
-
-def equal_bits() -> None:
+@on_ranks((1, 3))
+def test_equal_weights_give_the_bits_of_a_mean_over_ranks() -> None:
     for weight in (1, 0.1, 24):
         plain, weighed = RingDP(models.build("mlp")), RingDP(models.build("mlp"), weight="call")
         for step in range(3):
@@ -133,18 +126,12 @@ def equal_bits() -> None:
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_weights_give_the_bits_of_a_mean_over_ranks(world_size: int) -> None:
-    run_ranks(equal_bits, world_size=world_size, backend="ring")
-
-
 def large_gradients(split: Split, tolerance: float, options: dict[str, Any], hooked: bool) -> None:
     """Gradients of 4 MiB and more are reduced where autograd left them."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.ReLU(), nn.Linear(1100, 5))
-    alone = nn.Sequential(*(layer for layer in net))
-    mean_loss(alone, *data(sum(map(sum, split)), torch.float32)).backward()
-    expected = grads(alone)
+    mean_loss(net, *data(sum(map(sum, split)), torch.float32)).backward()
+    expected = grads(net)
     net.zero_grad()
     model = RingDP(net, weight="samples", **options)
     if hooked:
@@ -166,13 +153,16 @@ def large_gradients(split: Split, tolerance: float, options: dict[str, Any], hoo
     ],
     ids=["exact", "hook", "int8", "unused", "reproducible"],
 )
-@pytest.mark.parametrize("split", [[[6], [2]], [[3, 1], [4]], [[0], [8]], [[2], [1, 0], [3]]])
-def test_large_gradients(split: Split, tolerance: float, options: dict[str, Any], hooked: bool) -> None:
-    run_ranks(large_gradients, split, tolerance, options, hooked, world_size=len(split), backend="ring")
+@on_ranks((2, 3))
+def test_large_gradients(tolerance: float, options: dict[str, Any], hooked: bool) -> None:
+    splits: dict[int, list[Split]] = {2: [[[3, 1], [4]], [[0], [8]]], 3: [[[2], [1, 0], [3]]]}
+    for split in splits[dist.get_world_size()]:
+        large_gradients(split, tolerance, options, hooked)
 
 
+@on_ranks(backend="gloo")
 def test_large_gradients_over_another_backend() -> None:
-    run_ranks(large_gradients, [[3, 1], [0]], 1e-5, {}, False, backend="gloo")
+    large_gradients([[3, 1], [0]], 1e-5, {}, False)
 
 
 class TwoParts(nn.Module):
@@ -186,7 +176,9 @@ class TwoParts(nn.Module):
         return self.first.mean() * x.mean() + (self.second.mean() * x.sum() if len(x) > 2 else 0.0)
 
 
-def large_gradients_join(divide_by_initial: bool) -> None:
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@on_ranks(3)
+def test_large_gradients_while_ranks_join(divide_by_initial: bool) -> None:
     """Large parameters that one rank uses, while ranks run out of input."""
     sizes = [[3, 1, 4], [2], [1, 2]]
     model = RingDP(TwoParts(), weight="samples", find_unused_parameters=True)
@@ -202,11 +194,6 @@ def large_gradients_join(divide_by_initial: bool) -> None:
                 torch.testing.assert_close(grad, torch.full_like(grad, wanted), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("divide_by_initial", [True, False])
-def test_large_gradients_while_ranks_join(divide_by_initial: bool) -> None:
-    run_ranks(large_gradients_join, divide_by_initial, world_size=3, backend="ring")
-
-
 class Dot(nn.Module):
     def __init__(self, like: Tensor) -> None:
         super().__init__()
@@ -216,7 +203,9 @@ class Dot(nn.Module):
         return (self.w * x).sum()
 
 
-def large_gradient_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks(3)
+def test_the_bits_of_large_gradients(dtype: torch.dtype) -> None:
     """The gradient, multiplied by this rank's share, and then averaged."""
     rank, n = dist.get_rank(), dist.get_world_size()
     x = torch.randn(1_300_001, dtype=dtype, generator=torch.Generator().manual_seed(rank))
@@ -231,12 +220,6 @@ def large_gradient_bits(dtype: torch.dtype) -> None:
         assert torch.equal(grads(model)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_of_large_gradients(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(large_gradient_bits, dtype, world_size=world_size, backend="ring")
-
-
 class Bag(nn.Module):
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -248,7 +231,8 @@ class Bag(nn.Module):
         return output
 
 
-def sparse_gradients() -> None:
+@on_ranks()
+def test_sparse_gradients() -> None:
     ids, y = torch.arange(12) * 3 % 40, torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
     alone = Bag(sparse=True)
@@ -261,23 +245,18 @@ def sparse_gradients() -> None:
         torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=1e-5, atol=1e-7)
 
 
-def test_sparse_gradients() -> None:
-    run_ranks(sparse_gradients, backend="ring")
-
-
-def with_hook(split: Split) -> None:
+@on_ranks(backend=backends())
+def test_a_communication_hook_gets_weighed_gradients() -> None:
+    split: Split = [[6, 1], [2]]
     model = RingDP(models.build("mlp").double(), weight="samples")
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     backward(model, split, torch.float64)
     close(model, reference("mlp", sum(map(sum, split)), torch.float64), 1e-12)
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_a_communication_hook_gets_weighed_gradients(backend: str) -> None:
-    run_ranks(with_hook, [[6, 1], [2]], backend=backend)
-
-
-def join_unequal(divide_by_initial: bool) -> None:
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@on_ranks(backend=backends())
+def test_join(divide_by_initial: bool) -> None:
     """Rank 1 has one batch of 2, rank 0 three of 3, 4 and 5."""
     sizes = [[3, 4, 5], [2]]
     model = RingDP(models.build("mlp").double(), weight="samples", bucket_cap_mb=0.001)
@@ -298,13 +277,8 @@ def join_unequal(divide_by_initial: bool) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("divide_by_initial", [True, False])
-@pytest.mark.parametrize("backend", backends())
-def test_join(backend: str, divide_by_initial: bool) -> None:
-    run_ranks(join_unequal, divide_by_initial, backend=backend)
-
-
-def amp_overflow() -> None:
+@on_ranks()
+def test_amp_with_an_overflow() -> None:
     """A step with an overflow on one rank is skipped on both; the next one is exact. Half of the steps accumulate."""
     model = RingDP(models.build("mlp"), weight="samples")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -327,11 +301,9 @@ def amp_overflow() -> None:
             close(model, reference("mlp", 8, torch.float32), 1e-5)
 
 
-def test_amp_with_an_overflow() -> None:
-    run_ranks(amp_overflow, backend="ring")
-
-
-def compressed(compression: str) -> None:
+@pytest.mark.parametrize("compression", ["int8", "int4", "topk"])
+@on_ranks()
+def test_compression(compression: str) -> None:
     """The sum of what arrived follows the sum of the exact gradients: error feedback is as good as with equal ranks."""
     exact, model = (RingDP(big(), weight="samples", compression=c) for c in (None, compression))
     total = [torch.zeros_like(p) for p in model.parameters()]
@@ -360,12 +332,8 @@ def big() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 200), nn.Tanh(), nn.Linear(200, 40), nn.Tanh(), nn.Linear(40, 5))
 
 
-@pytest.mark.parametrize("compression", ["int8", "int4", "topk"])
-def test_compression(compression: str) -> None:
-    run_ranks(compressed, compression, world_size=3 if compression == "int8" else 2, backend="ring")
-
-
-def tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel_parameters() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -393,11 +361,8 @@ def tensor_parallel() -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_tensor_parallel_parameters() -> None:
-    run_ranks(tensor_parallel, world_size=4, backend="ring")
-
-
-def frozen_after_accumulation() -> None:
+@on_ranks()
+def test_a_parameter_that_is_frozen_in_the_middle() -> None:
     """The last layer is frozen while it has gradients of a micro-batch: they are averaged by samples, too."""
     model = RingDP(models.build("mlp").double(), weight="samples")
     size = [3, 1][dist.get_rank()]
@@ -412,11 +377,8 @@ def frozen_after_accumulation() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
-def test_a_parameter_that_is_frozen_in_the_middle() -> None:
-    run_ranks(frozen_after_accumulation, backend="ring")
-
-
-def discarded() -> None:
+@on_ranks()
+def test_discarded_micro_batches_do_not_count() -> None:
     """Gradients of micro-batches that zero_grad has removed do not count in the weights of the next ones."""
     model = RingDP(models.build("mlp").double(), weight="samples")
     expected = reference("mlp", 8, torch.float64)
@@ -429,11 +391,8 @@ def discarded() -> None:
         model.zero_grad()
 
 
-def test_discarded_micro_batches_do_not_count() -> None:
-    run_ranks(discarded, backend="ring")
-
-
-def nothing_weighs_anything() -> None:
+@on_ranks((1, 2))
+def test_all_batches_are_empty() -> None:
     model = RingDP(models.build("mlp"), weight="samples", bucket_cap_mb=0.001)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -445,12 +404,9 @@ def nothing_weighs_anything() -> None:
     assert [str(one.message).count("weigh nothing") for one in told].count(1) == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_batches_are_empty(world_size: int) -> None:
-    run_ranks(nothing_weighs_anything, world_size=world_size, backend="ring")
-
-
-def invalid_weight(weight: float) -> None:
+@pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])
+@on_ranks(3, backend=backends())
+def test_an_invalid_weight_is_an_error_on_all_ranks(weight: float) -> None:
     model = RingDP(models.build("mlp"), weight="call")
     bad = dist.get_world_size() - 1
     x, y = data(4, torch.float32)
@@ -468,13 +424,8 @@ def invalid_weight(weight: float) -> None:
         model(x)
 
 
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("weight", [float("nan"), -1.0, float("inf")])
-def test_an_invalid_weight_is_an_error_on_all_ranks(backend: str, weight: float) -> None:
-    run_ranks(invalid_weight, weight, world_size=3, backend=backend)
-
-
-def refusals() -> None:
+@on_ranks(1)
+def test_what_is_refused() -> None:
     with pytest.raises(InvalidArgumentError):
         RingDP(models.build("mlp"), weight="tokens")
     plain = RingDP(models.build("mlp"))
@@ -498,10 +449,6 @@ def refusals() -> None:
         counting(torch.tensor(1.0))
 
 
-def test_what_is_refused() -> None:
-    run_ranks(refusals, world_size=1, backend="ring")
-
-
 def different_modes() -> None:
     RingDP(models.build("mlp"), weight="samples" if dist.get_rank() else None)
 
@@ -511,7 +458,8 @@ def test_ranks_that_weigh_differently_are_told() -> None:
         run_ranks(different_modes, backend="ring")
 
 
-def two_forwards() -> None:
+@on_ranks()
+def test_two_forwards_in_one_backward() -> None:
     """Two forwards in one backward count once; two of different weight are an error."""
     model = RingDP(models.build("mlp").double(), weight="samples")
     size = [6, 2][dist.get_rank()]
@@ -529,11 +477,8 @@ def two_forwards() -> None:
             (loss + other).backward()
 
 
-def test_two_forwards_in_one_backward() -> None:
-    run_ranks(two_forwards, backend="ring")
-
-
-def on_demand() -> None:
+@on_ranks(backend=backends())
+def test_a_backward_that_averages_on_demand() -> None:
     """Pipeline schedules: all forwards first, then the backwards, the last of which is told to average."""
     model = RingDP(models.build("mlp").double(), weight="samples")
     split = [[5, 1], [2]]
@@ -546,19 +491,11 @@ def on_demand() -> None:
     close(model, reference("mlp", 8, torch.float64), 1e-12)
 
 
-@pytest.mark.parametrize("backend", backends())
-def test_a_backward_that_averages_on_demand(backend: str) -> None:
-    run_ranks(on_demand, backend=backend)
-
-
-def compiled() -> None:
+@pytest.mark.ci
+@on_ranks()
+def test_compiled_model() -> None:
     model: Any = torch.compile(RingDP(models.build("mlp").double(), weight="samples"), backend="aot_eager")
     for split in ([[6], [2]], [[3, 1], [4]]):
         model.zero_grad()
         backward(model, split, torch.float64)
         close(model, reference("mlp", 8, torch.float64), 1e-12)
-
-
-@pytest.mark.ci
-def test_compiled_model() -> None:
-    run_ranks(compiled, backend="ring")
