@@ -12,6 +12,10 @@
 
 namespace ringdp::testing {
 
+const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
+const AlgorithmTable kNeverSmall{0, 0, 0, 0};
+const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
+
 struct Rank {
   int rank;
   int world;

@@ -11,9 +11,6 @@ using namespace ringdp::testing;
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-const AlgorithmTable kFoldAlways{SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
-const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
 // Rank `culprit` has an infinity at `place`; no rank has one if that is beyond the end. Several in flight.
 void check_watched(const AlgorithmTable& table, int world, DType dtype, std::size_t count, int culprit,

@@ -12,9 +12,6 @@
 namespace ringdp::testing {
 namespace {
 
-const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
-const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
 // What an operation has on the device and here. Held by the operation, as the buffers of a caller are.
 struct Mirrors {
