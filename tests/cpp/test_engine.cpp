@@ -14,8 +14,8 @@ namespace {
 
 const std::vector<AlgorithmTable> kTables{kFoldAlways, kNeverSmall, kTreeAlways, AlgorithmTable{}};
 
-// Whole numbers: every order of adding gives the same, in float32, bfloat16 and bytes, of eight ranks. The order of each
-// algorithm, to the bit, and the other types: tests/contract/test_collectives_core.py.
+// Whole numbers: every order of adding gives the same, in float32, bfloat16 and bytes, of eight ranks. The order of
+// each algorithm, to the bit, and the other types: tests/contract/test_collectives_core.py.
 constexpr std::size_t kPeriod = 23;
 unsigned value(int rank, std::size_t tensor, std::size_t i) {
   return static_cast<unsigned>((i * 31 + tensor * 7 + static_cast<std::size_t>(rank) * 101) % kPeriod);
@@ -55,17 +55,18 @@ struct Call {
 
 Call any_call(std::mt19937_64& random, int world) {
   const auto of = [&](auto... choices) { return std::array{choices...}[random() % sizeof...(choices)]; };
-  Call call{of(Kind::kAllReduce, Kind::kAllReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter,
-               Kind::kBarrier),
-            of(DType::kFloat32, DType::kFloat32, DType::kBfloat16, DType::kUint8),
-            of(ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kAvg),
-            static_cast<int>(random() % static_cast<unsigned>(world)),
-            random() % 2 == 0,
-            {}};
+  Call call{
+      of(Kind::kAllReduce, Kind::kAllReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter, Kind::kBarrier),
+      of(DType::kFloat32, DType::kFloat32, DType::kBfloat16, DType::kUint8),
+      of(ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kAvg),
+      static_cast<int>(random() % static_cast<unsigned>(world)),
+      random() % 2 == 0,
+      {}};
   if (call.op == ReduceOp::kAvg && call.dtype != DType::kFloat32) call.op = ReduceOp::kSum;
   const bool several = call.kind == Kind::kAllGather || call.kind == Kind::kReduceScatter;
   for (std::size_t left = several ? 1 + random() % 5 : 1; left > 0; --left)
-    call.counts.push_back(of(0UL, 1UL, 3UL, 17UL, 64UL, 1009UL, 16'385UL, 65'535UL, 65'536UL, several ? 7UL : 140'001UL));
+    call.counts.push_back(
+        of(0UL, 1UL, 3UL, 17UL, 64UL, 1009UL, 16'385UL, 65'535UL, 65'536UL, several ? 7UL : 140'001UL));
   return call;
 }
 
