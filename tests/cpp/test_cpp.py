@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ def made(build: str, *goals: str) -> str:
 
 
 def built(build: str, test: str) -> list[str]:
-    """The command that runs the cases of a file, or a fuzzer; under a sanitizer all are built at once, as CI runs all."""
+    """The command that runs the cases of a file, or a fuzzer. Under a sanitizer all are built at once: CI runs all."""
     device = [] if build == "tsan" else ["device"]
     runner = test if test in FUZZERS else "loops" if test in LOOPS else "device" if test in FIBERS else "tests"
     if build != "plain":

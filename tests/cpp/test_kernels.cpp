@@ -6,7 +6,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "kernels/kernels.h"

@@ -46,10 +46,6 @@ std::vector<float> filled(int rank, std::size_t count, std::size_t salt = 0) {
   return out;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
-}
-
 // Some ranks' tensors are on a device, the others' are not: the same operation, the same bits.
 void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count, DType dtype, unsigned staged,
                       uint64_t seed) {

@@ -1,6 +1,5 @@
 // Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different
 // hosts.
-#include <numeric>
 
 #include "collective/two_level_plan.h"
 #include "collective/two_level_scatter.h"
@@ -13,16 +12,6 @@ namespace {
 
 const std::vector<std::vector<int>> kLayouts{{0, 0, 1, 1}, {0, 1, 0, 1},          {0, 0, 0, 1},
                                              {0, 0, 1, 2}, {0, 1, 2, 2, 1, 0, 0}, {0, 1, 1, 2, 0, 2, 2, 1}};
-
-GroupView view_of(const std::vector<int>& hosts, int rank) {
-  GroupView view;
-  view.rank = rank;
-  view.size = static_cast<int>(hosts.size());
-  view.members.resize(hosts.size());
-  std::iota(view.members.begin(), view.members.end(), 0);
-  view.hosts = hosts;
-  return view;
-}
 
 struct OnRank {
   OnRank(const std::vector<int>& hosts, int rank, std::span<std::byte> memory, DType dtype, bool far)
@@ -172,8 +161,7 @@ CASE("sums of several hosts, several in flight, with small segments") {
       EngineOptions engine;
       engine.segment_bytes = 1000;
       auto runtime = std::make_shared<Runtime>(store, options, engine);
-      AlgorithmTable never_small{.fold_two_ranks_bytes = 0, .fold_sent_bytes = 0};
-      GroupHandle group(runtime, "g", everybody(world), 30'000, never_small);
+      GroupHandle group(runtime, "g", everybody(world), 30'000, kNeverSmall);
       std::vector<std::vector<int32_t>> data;
       std::vector<std::shared_ptr<Work>> works;
       for (std::size_t count : {1UL, 77UL, 100'000UL}) {

@@ -1,4 +1,4 @@
-"""Writes units of C++ tests and prints what to compile: `python3 units.py NAME test_a test_b …`, as tools/unity.py does.
+"""Units of C++ tests, as tools/unity.py makes them: `python3 units.py NAME test_a test_b …` prints what to compile.
 
 Most of the time of compiling a test goes into the core's headers, which a unit parses once. Standard library only.
 """
