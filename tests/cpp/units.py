@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-from tools import unity  # noqa: E402
+sys.path.insert(0, str(HERE.parents[1] / "tools"))
+import unity  # noqa: E402
 
 
 def names(file: Path) -> set[str]:
