@@ -44,6 +44,7 @@ FEATURES = {
     "guard": "guard_every",
     "sparse gradients": "a module with sparse gradients",
     "compiled backward": "a backward that is compiled as one graph",
+    "other parameters": "parameters that are replaced, added or removed after wrapping",
     "hook": "the communication hook {name}",
     "any hook": "the communication hook {name}",
     "mixing hook": "the communication hook {name}",
@@ -155,6 +156,11 @@ TABLE = (
     ),
     Row("dtensor", "mixed_precision", "its copies are plain tensors", "call forward under torch.autocast"),
     Row("dtensor", "optimizer in backward", "it would step before the mean is there", "use a plain optimizer"),
+    Row("other parameters", "dtensor", "its parts are those of the start", "wrap the module anew"),
+    Row("other parameters", "mixed_precision", "its copies are those of the start", "wrap the module anew"),
+    Row("other parameters", "delayed all-reduce", "its list is that of the start", "wrap the module anew"),
+    Row("other parameters", "optimizer in backward", "its hooks are those of the start", "wrap the module anew"),
+    Row("other parameters", "compiled backward", "its graph is that of the start", "wrap the module anew"),
     Row("weight", "delayed all-reduce", "that all-reduce counts all ranks the same", "leave out one of them"),
     Row("weight", "compiled backward", "its means are in the graph", "leave out one of them"),
     Row("auto", "compressed kvstore", "only RingDP measures while it trains", "name a compressor"),
@@ -182,9 +188,16 @@ def check(in_use: Mapping[str, str]) -> None:
     Args:
         in_use: the keys of features; to each the name of the user's object, or "".
     """
+    if text := found(in_use):
+        raise InvalidArgumentError(text)
+
+
+def found(in_use: Mapping[str, str]) -> str:
+    """As `check`, but returns the message; "" where all go together."""
     for row in TABLE:
         if row.feature in in_use and row.other in in_use:
-            refuse(row.feature, row.other, in_use[row.other] or in_use[row.feature])
+            return explain(row.feature, row.other, in_use[row.other] or in_use[row.feature])
+    return ""
 
 
 def markdown() -> str:

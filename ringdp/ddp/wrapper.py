@@ -205,6 +205,7 @@ class RingDP(
         self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
+        self._users_hook = ""  # the name of the registered communication hook
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
@@ -280,12 +281,12 @@ class RingDP(
             "delayed all-reduce": bool(self._delay_all_reduce_params),
             "guard": bool(self._guard_options.every),
             "compiled backward": bool(self._use_python_reducer),
-            "any hook": bool(self.__dict__.get("_comm_hooks")),  # torch makes the list last
             "compression": self._compression is not None and any(self._compression.compressors),
         }
-        return dict.fromkeys((feature for feature, is_found in found.items() if is_found), "") | in_use.of_module(
-            self.module
-        )
+        features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
+        if self._users_hook:
+            features["any hook"] = self._users_hook
+        return features | in_use.of_module(self.module)
 
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
@@ -506,6 +507,7 @@ class RingDP(
         self._check_comm_hook(hook)
         refusals.check(self._features() | in_use.of_hook(hook, state, self.process_group))
         self._take_hook(state, hook)
+        self._users_hook = hook.__qualname__
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.register_comm_hook(state, hook)
