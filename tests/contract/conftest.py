@@ -14,7 +14,7 @@ import pytest
 
 SAMPLED = {
     "test_collectives_core::test_any_mixture",
-    "test_compressed_core::test_neither_segments_nor_delays_show",
+    "test_compressed_core::test_any_sections",
     "test_compressed_core::test_several_in_flight_beside_exact_ones",
     "test_finite_core::test_any_places",
     "test_messages_core::test_any_order_of_calls",

@@ -11,9 +11,14 @@ import pytest
 
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.c_libraries import build
-from tests.contract.core_checks import SHARED_HOSTS, expect_equal
+from tests.contract.core_checks import expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
-from tests.contract.test_compressed_core import LARGE, SIZES, Case, check
+from tests.contract.test_compressed_core import Case, any_case, check_drawn, large_case
+from tests.helpers import need
+from tests.registries import CODECS
+
+need("hypothesis")
+from hypothesis import HealthCheck, example, given, settings  # noqa: E402
 
 # What the framework makes of the rest, and codes that are longer than any of ringdp's, many short ones above all.
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -41,33 +46,12 @@ def load(folder: Path, name: str, *macros: str) -> str:
     return loaded
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_size(codec: str, size: int) -> None:
-    for seed, counts in enumerate((*SIZES, (1,) * 300, (257,) * 100)):
-        check(Case(world(size), codec, counts, seed=seed))
-        check(Case(world(size), codec, counts, feedback=True, factor=1024.0, divisor=max(1, size - 1), seed=seed))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_long_segments(codec: str, size: int) -> None:
-    check(Case(world(size), codec, LARGE))
-    check(Case(world(size), codec, LARGE, feedback=True))
-
-
-@pytest.mark.parametrize("hosts", SHARED_HOSTS.values(), ids=SHARED_HOSTS)
-def test_two_levels(codec: str, hosts: tuple[int, ...]) -> None:
-    ranks = world(len(hosts), hosts)
-    for seed, counts in enumerate(((1,), (300, 0, 70_001, 255), (600_000,))):
-        check(Case(ranks, codec, counts, feedback=seed % 2 == 0, factor=8.0, seed=seed))
-
-
-def test_neither_segments_nor_delays_show(codec: str) -> None:
-    for segment_bytes, fault_seed in ((64, 0), (4_096, 1), (262_144, 3)):
-        ranks = World(3, segment_bytes=segment_bytes, fault_seed=fault_seed)
-        try:
-            check(Case(ranks, codec, (40_000, 301), feedback=True))
-        finally:
-            ranks.close()
+@given(**any_case)
+@example(**large_case)
+@example(layout="3", faults={}, counts=(1,) * 300, feedback=True, factor=1.0, divisor=None, seed=1)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_any_sections(codec: str, **drawn: Any) -> None:
+    check_drawn(codec, **drawn)
 
 
 def test_the_same_code_in_c_has_the_same_bits(codec: str) -> None:
@@ -91,7 +75,7 @@ def test_what_is_not_finite_is_seen_by_all(codec: str, value: float) -> None:
 
 
 def test_built_in_codecs_keep_what_libraries_promise() -> None:
-    for name in ("float16", "bfloat16", "int8", "int4"):
+    for name in CODECS:
         assert core.codec_broken_promises(name) == [], name
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringdp.errors import InvalidArgumentError
 from tests.contract.core_checks import (
     CHECKS,
     SHARED_HOSTS,
@@ -146,6 +147,12 @@ def test_every_type_at_every_size(layout: str, table: str) -> None:
             check_all_reduce(ranks, TABLES[table], batch)
             check_reduce(ranks, TABLES[table], batch)
             check_reduce_scatter(ranks, TABLES[table], [case for case in batch if within(ranks, ranks.size, case)])
+
+
+def test_segments_of_any_other_length_are_refused() -> None:
+    for segment_bytes in (0, 63, 262_145):
+        with pytest.raises(InvalidArgumentError, match="segment_bytes must be 64 to 262144"):
+            World(1, segment_bytes=segment_bytes)
 
 
 def test_groups_of_some_ranks_in_other_orders() -> None:

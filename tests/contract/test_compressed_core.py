@@ -14,25 +14,43 @@ from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.contract.compressed_reference import Floats, Outcome, all_reduce
 from tests.contract.core_checks import SHARED_HOSTS, expect_equal
 from tests.contract.core_ranks import World, close_worlds, core, world
+from tests.helpers import need
 from tests.registries import CODECS
 
-SIZES = (
-    (0,),
-    (1,),
-    (255,),
-    (256,),
-    (257,),
-    (5_000,),
-    (70_000,),
-    (300, 0, 1, 4_097, 70_001, 12, 255),
-)
+need("hypothesis")
+from hypothesis import HealthCheck, example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+LAYOUTS = {**{str(size): (0,) * size for size in (1, 2, 3, 4, 5, 8)}, **SHARED_HOSTS}
+FAULTS: list[dict[str, int]] = [
+    {},
+    {},
+    {"segment_bytes": 64},
+    {"segment_bytes": 4_096, "fault_seed": 1},
+    {"segment_bytes": 65_472, "fault_seed": 2},
+    {"fault_seed": 3},
+]
+SIZES = (0, 1, 12, 255, 256, 257, 301, 4_097, 40_000, 70_001)
 LARGE = (900_001, 3, 1_300_000)  # segments of the longest kind
 every_codec = pytest.mark.parametrize("codec", CODECS)
-# Where casts can only fail as the block codes do.
-mostly_blocks = pytest.mark.parametrize(
-    "codec",
-    [it if it in ("int8", "int4") else pytest.param(it, marks=pytest.mark.slow) for it in CODECS],
-)
+any_case: dict[str, Any] = {
+    "layout": st.sampled_from([*LAYOUTS]),
+    "faults": st.sampled_from(FAULTS),
+    "counts": st.lists(st.sampled_from(SIZES), min_size=1, max_size=7).map(tuple),
+    "feedback": st.booleans(),
+    "factor": st.sampled_from([1.0, 8.0, 1024.0]),
+    "divisor": st.sampled_from([None, 1, 2, 7]),
+    "seed": st.integers(0, 99),
+}
+large_case: dict[str, Any] = {
+    "layout": "3",
+    "faults": {},
+    "counts": LARGE,
+    "feedback": True,
+    "factor": 8.0,
+    "divisor": None,
+    "seed": 1,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,39 +148,20 @@ def check(case: Case) -> None:
     assert all(report.finite and report.own is None for report in reports)
 
 
-@mostly_blocks
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_every_size(codec: str, size: int) -> None:
-    for seed, counts in enumerate(SIZES):
-        check(Case(world(size), codec, counts, seed=seed))
-        check(Case(world(size), codec, counts, feedback=True, factor=1024.0, divisor=max(1, size - 1), seed=seed))
+def check_drawn(codec: str, layout: str, faults: dict[str, int], counts: Sequence[int], **drawn: Any) -> None:
+    hosts = LAYOUTS[layout]
+    if faults and (len(hosts) > 4 or sum(counts) > 80_000):
+        faults = {}  # these take their time
+    check(Case(world(len(hosts), hosts, **faults), codec, counts, **drawn))
 
 
-@mostly_blocks
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_long_segments(codec: str, size: int) -> None:
-    check(Case(world(size), codec, LARGE))
-    check(Case(world(size), codec, LARGE, feedback=True))
-
-
-@mostly_blocks
-@pytest.mark.parametrize("hosts", SHARED_HOSTS.values(), ids=SHARED_HOSTS)
-def test_two_levels(codec: str, hosts: tuple[int, ...]) -> None:
-    ranks = world(len(hosts), hosts)
-    for seed, counts in enumerate(((0,), (1,), (257,), (300, 0, 70_001, 255), (600_000,))):
-        check(Case(ranks, codec, counts, seed=seed))
-        check(Case(ranks, codec, counts, feedback=True, factor=8.0, seed=seed))
-
-
-@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 0, 1)], ids=["flat", "two levels"])
-def test_neither_segments_nor_delays_show(hosts: tuple[int, ...]) -> None:
-    for segment_bytes, fault_seed in ((64, 0), (4_096, 1), (65_472, 2), (262_144, 3)):
-        ranks = World(len(hosts), hosts=hosts, segment_bytes=segment_bytes, fault_seed=fault_seed)
-        try:
-            for seed, codec in enumerate(CODECS):
-                check(Case(ranks, codec, (40_000, 301), feedback=seed % 2 == 0, seed=seed))
-        finally:
-            ranks.close()
+@given(codec=st.sampled_from(CODECS), **any_case)
+@example(codec="int8", **large_case)
+@example(codec="int4", **{**large_case, "layout": "3+1"})
+@settings(max_examples=90, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+def test_any_sections(codec: str, **drawn: Any) -> None:
+    """Whatever their sizes, the hosts, the segments and a network that delays."""
+    check_drawn(codec, **drawn)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1)], ids=["flat", "two levels"])

@@ -10,6 +10,11 @@ import pytest
 from tests.contract.core_checks import FOLD_BLOCK_BYTES, SEGMENT_BYTES
 from tests.contract.core_ranks import ALWAYS_SMALL, MANY, NEVER_SMALL, close_worlds, core, world
 from tests.contract.reduction_order import Array, same_bits
+from tests.helpers import need
+
+need("hypothesis")
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 LAYOUTS = {f"{size} ranks": (0,) * size for size in (1, 2, 3, 4)} | {"1+2": (0, 1, 1), "3+2": (0, 1, 0, 0, 1)}
 TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL, "tree": {**ALWAYS_SMALL, **MANY}}
@@ -21,30 +26,31 @@ def _end_worlds() -> Iterator[None]:
     close_worlds()
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-@pytest.mark.parametrize(
-    ("dtype", "op"), [("float32", "AVG"), ("float64", "AVG"), ("float32", "SUM"), ("float32", "MAX")]
+@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    hosts=st.sampled_from([*LAYOUTS.values()]),
+    table=st.sampled_from([*TABLES.values()]),
+    kind=st.sampled_from([("float32", "AVG"), ("float64", "AVG"), ("float32", "SUM"), ("float32", "MAX")]),
+    edge=st.integers(0, 4),
 )
 def test_the_bits_of_an_input_that_was_multiplied_before(
-    hosts: tuple[int, ...], table: Mapping[str, int], dtype: str, op: str
+    hosts: tuple[int, ...], table: Mapping[str, int], kind: tuple[str, str], edge: int
 ) -> None:
-    size, item = len(hosts), np.dtype(dtype).itemsize
+    (dtype, op), size = kind, len(hosts)
+    item = np.dtype(dtype).itemsize
     factors = [1 / 3 + rank for rank in range(size - 1)] + [1.0]
-    for count in (0, 1, size + 1, FOLD_BLOCK_BYTES // item + 3, 2 * size * SEGMENT_BYTES // item + 17):
-        inputs = [np.random.default_rng((count, rank)).uniform(-1, 1, count).astype(dtype) for rank in range(size)]
-        multiplied = [x * x.dtype.type(factor) for x, factor in zip(inputs, factors, strict=True)]
+    count = (0, 1, size + 1, FOLD_BLOCK_BYTES // item + 3, 2 * size * SEGMENT_BYTES // item + 17)[edge]
+    inputs = [np.random.default_rng((count, rank)).uniform(-1, 1, count).astype(dtype) for rank in range(size)]
+    multiplied = [x * x.dtype.type(factor) for x, factor in zip(inputs, factors, strict=True)]
 
-        def body(
-            rank: int, group: core.Group, inputs: list[Array] = inputs, multiplied: list[Array] = multiplied
-        ) -> None:
-            ours = group.all_reduce(inputs[rank].view(np.uint8), dtype, op, factors=factors)
-            group.all_reduce(multiplied[rank].view(np.uint8), dtype, op).wait()
-            ours.wait()
+    def body(rank: int, group: core.Group, inputs: list[Array] = inputs, multiplied: list[Array] = multiplied) -> None:
+        ours = group.all_reduce(inputs[rank].view(np.uint8), dtype, op, factors=factors)
+        group.all_reduce(multiplied[rank].view(np.uint8), dtype, op).wait()
+        ours.wait()
 
-        world(size, None if len(set(hosts)) == 1 else hosts).run(body, table)
-        for ours, theirs in zip(inputs, multiplied, strict=True):
-            assert same_bits(ours, theirs), count
+    world(size, None if len(set(hosts)) == 1 else hosts).run(body, table)
+    for ours, theirs in zip(inputs, multiplied, strict=True):
+        assert same_bits(ours, theirs), count
 
 
 def test_an_input_of_factor_zero_counts_nothing() -> None:

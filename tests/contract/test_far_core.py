@@ -93,7 +93,7 @@ def test_two_levels_exchange_in_pairs_between_far_hosts() -> None:
         assert reduced(near).tobytes() != in_host_order.tobytes()
 
 
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "aabcc"])
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
 def test_long_buffers_go_as_far_as_the_path_holds(hosts: str) -> None:
     """Longer than what peers may have under way between hosts that are near; bits are as between those."""
     count = 6_000_000

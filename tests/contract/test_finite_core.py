@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.core_checks import BATCH, FOLD_BLOCK_BYTES, SEGMENT_BYTES
 from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, NEVER_SMALL, World, close_worlds, core, world
-from tests.contract.reduction_order import FLOATING, HALF, Array, itemsize, narrow, same_bits, widen
+from tests.contract.reduction_order import FLOATING, Array, itemsize, narrow, same_bits, widen
 from tests.helpers import need
 
 need("hypothesis")
@@ -22,7 +22,6 @@ TWO_LEVELS = {"1+2": (0, 1, 1), "2+1+1": (0, 0, 1, 2), "3+2": (0, 1, 0, 0, 1)}
 LAYOUTS = ONE_HOST | TWO_LEVELS
 TABLES = {"small": ALWAYS_SMALL, "large": NEVER_SMALL}
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
-both_tables = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 every_dtype = pytest.mark.parametrize("dtype", FLOATING)
 
 Own = tuple[int, int] | None  # of a rank: buffer and index
@@ -78,27 +77,6 @@ def check(
 
 
 @every_layout
-@both_tables
-@every_dtype
-def test_first_middle_and_last_element_of_every_rank(
-    hosts: tuple[int, ...], table: Mapping[str, int], dtype: str
-) -> None:
-    counts = [1, 16 * len(hosts) + 1, 40_009]
-    if table is NEVER_SMALL:
-        counts.append(len(hosts) * SEGMENT_BYTES // itemsize(dtype) + 17)
-    cases = [[inputs_with([], len(hosts), dtype, count) for count in counts]]
-    for rank in range(len(hosts)):
-        value = (np.inf, -np.inf, np.nan)[rank % 3]
-        cases += [
-            [inputs_with([(rank, index, value)], len(hosts), dtype, count) for index in {0, count // 2, count - 1}]
-            for count in counts
-        ]
-    verdicts = [check(hosts, table, dtype, ("SUM", "AVG")[i % 2], case) for i, case in enumerate(cases)]
-    assert all(verdicts[0])
-    assert not any(any(one) for one in verdicts[1:])
-
-
-@every_layout
 @every_dtype
 def test_sums_that_overflow_though_every_input_is_finite(hosts: tuple[int, ...], dtype: str) -> None:
     huge = {"float16": 60000.0, "bfloat16": 3e38, "float32": 3e38, "float64": 1.5e308}[dtype]
@@ -134,16 +112,16 @@ def test_types_without_infinities_are_finite() -> None:
     assert on((0, 0)).run(body) == [(True, None)] * 2
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_places(data: st.DataObject) -> None:
     hosts = data.draw(st.sampled_from(list(LAYOUTS.values())))
     table = data.draw(st.sampled_from([BUILT_IN, *TABLES.values()]))
-    dtype = data.draw(st.sampled_from((*HALF, "float32")))
-    count = data.draw(st.integers(1, 200_000))
-    place = st.tuples(
-        st.integers(0, len(hosts) - 1), st.integers(0, count - 1), st.sampled_from([np.inf, -np.inf, np.nan])
-    )
+    dtype = data.draw(st.sampled_from(FLOATING))
+    longest = len(hosts) * SEGMENT_BYTES // itemsize(dtype) + 17
+    count = data.draw(st.one_of(st.integers(1, 100_000), st.sampled_from([1, 16 * len(hosts) + 1, longest])))
+    index = st.one_of(st.sampled_from([0, count // 2, count - 1]), st.integers(0, count - 1))
+    place = st.tuples(st.integers(0, len(hosts) - 1), index, st.sampled_from([np.inf, -np.inf, np.nan]))
     places = data.draw(st.lists(place, max_size=6))
     op = data.draw(st.sampled_from(["SUM", "AVG"]))
     assert check(hosts, table, dtype, op, [inputs_with(places, len(hosts), dtype, count)]) == [not places]

@@ -155,7 +155,7 @@ def test_who_has_not_come_is_named_by_ranks_that_are_not_connected_with_it() -> 
     ranks = World(LARGE, full_mesh_ranks=16)
     try:
         groups = [
-            core.Group(it, "some", list(range(LARGE)), table=dict(NEVER_SMALL), timeout_ms=4000)
+            core.Group(it, "some", list(range(LARGE)), table=dict(NEVER_SMALL), timeout_ms=2000)
             for it in ranks.runtimes
         ]
 

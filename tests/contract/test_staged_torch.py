@@ -84,12 +84,12 @@ def reduced(sizes: list[int], dtype: Any) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_bits_with_and_without(world_size: int) -> None:
-    sizes = [1, 1000, 40_009, 700_001, 2_500_003]
+    sizes = [1, 1000, 40_009, 1_100_003]
     for dtype in (torch.float32, torch.bfloat16):
         wanted = run_ranks(reduced, sizes, dtype, world_size=world_size, backend="ring")[0]
-        for ranks in ([0, 1, 2, 3], [0], [1, 3]):
+        for ranks in ([0, 1, 2, 3], [1, 3]):
             for got in run_ranks(on_some, reduced, ranks, 5, sizes, dtype, world_size=world_size, backend="ring"):
                 assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), (dtype, ranks)
 
@@ -173,7 +173,7 @@ def never_comes() -> tuple[str, str]:
     from datetime import timedelta
 
     rank = dist.get_rank()
-    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1))
     with staged(rank) as device:
         dist.all_reduce(torch.ones(3), group=group)
         device.hold(rank == 1)

@@ -41,7 +41,7 @@ class Guarded {
   bool intact() {
     guard(false);
     bool intact = true;
-    for (std::size_t i = 0; i < size_; ++i) intact &= (i >= begin_ && i < end()) || bytes_.get()[i] == kPoison;
+    for (std::size_t i = 0; i < size_; i = i + 1 == begin_ ? end() : i + 1) intact &= bytes_.get()[i] == kPoison;
     guard(true);
     return intact;
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "guarded.h"
 #include "instruction_sets.h"
 #include "kernels/kernels.h"
 #include "references.h"
@@ -22,37 +23,13 @@ using testing::on_every_isa;
 
 constexpr std::array<std::size_t, 22> kSizes = {0,   1,   2,   31,  32,  33,  63,   64,   65,   96,   127,
                                                 255, 256, 257, 300, 511, 512, 1021, 1024, 2047, 4096, 5000};
-constexpr std::size_t kGuardBytes = 64;
-constexpr std::byte kGuard{0xa5};
-
-void check(bool holds, const std::string& what, int line) {
-  if (!holds) testing::report_failure(__FILE__, line, what);
-}
-#define CHECK_MSG(condition, what) check((condition), (what), __LINE__)
 
 template <class Body>
 void for_every_codec(Body&& body) {
   for (int id = 0; id < kCodecCount; ++id) body(static_cast<CodecId>(id));
 }
 
-// Bytes with guards on both sides, `offset` after an aligned address.
-class Code {
- public:
-  Code(std::size_t bytes, std::size_t offset)
-      : bytes_(bytes), offset_(offset), all_(bytes + offset + 2 * kGuardBytes, kGuard) {}
-  std::byte* data() { return all_.data() + kGuardBytes + offset_; }
-  std::size_t size() const { return bytes_; }
-  bool guards_intact() const {
-    for (std::size_t i = 0; i < all_.size(); ++i)
-      if ((i < kGuardBytes + offset_ || i >= kGuardBytes + offset_ + bytes_) && all_[i] != kGuard) return false;
-    return true;
-  }
-
- private:
-  std::size_t bytes_, offset_;
-  std::vector<std::byte> all_;
-};
-
+using Code = testing::Guarded<std::byte>;
 using Data = std::vector<float>;
 
 struct Kind {
@@ -149,27 +126,28 @@ CASE("every instruction set gives the bits of the reference") {
       CHECK_MSG(inside == (all_finite(decoded, 0, n) ? Encoded::kFinite : Encoded::kNonFinite), kind.name);
       on_every_isa([&](const std::string& isa) {
         const Codec& it = codec(id);
-        const std::string where =
-            std::string(it.name) + " on " + isa + ", " + kind.name + ", " + std::to_string(n) + " elements";
+        const auto where = [&](const char* what) {
+          return std::string(it.name) + " on " + isa + ", " + kind.name + ", " + std::to_string(n) + " elements" + what;
+        };
         for (const std::size_t offset : {0, 1}) {
           Code code(bytes, offset), code_fed(bytes, offset);
           Data residual_out = residual, residual_beside(n), out(n), total = residual;
-          CHECK_MSG(it.encoded_bytes(n) == bytes, where);
-          CHECK_MSG(it.compress(code.data(), x.data(), n) == seen, where);
-          CHECK_MSG(std::memcmp(code.data(), expected.data(), bytes) == 0, where);
-          CHECK_MSG(it.compress_with_feedback(code_fed.data(), x.data(), residual_out.data(), residual_out.data(), 8.0f,
-                                              n) == fed,
-                    where);
-          CHECK_MSG(std::memcmp(code_fed.data(), expected_fed.data(), bytes) == 0, where + ", feedback");
-          CHECK_MSG(same(residual_out, new_residual), where + ", residual");
+          CHECK_MSG(it.encoded_bytes(n) == bytes, where(""));
+          CHECK_MSG(it.compress(code.data(), x.data(), n) == seen, where(""));
+          CHECK_MSG(std::memcmp(code.data(), expected.data(), bytes) == 0, where(""));
+          const Encoded now =
+              it.compress_with_feedback(code_fed.data(), x.data(), residual_out.data(), residual_out.data(), 8.0f, n);
+          CHECK_MSG(now == fed, where(""));
+          CHECK_MSG(std::memcmp(code_fed.data(), expected_fed.data(), bytes) == 0, where(", feedback"));
+          CHECK_MSG(same(residual_out, new_residual), where(", residual"));
           it.compress_with_feedback(code_fed.data(), x.data(), residual.data(), residual_beside.data(), 8.0f, n);
-          CHECK_MSG(same(residual_beside, new_residual), where + ", residual beside the old one");
-          CHECK_MSG(it.inspect(code.data(), n) == inside, where);
+          CHECK_MSG(same(residual_beside, new_residual), where(", residual beside the old one"));
+          CHECK_MSG(it.inspect(code.data(), n) == inside, where(""));
           it.decode_set(out.data(), code.data(), n);
-          CHECK_MSG(same(out, decoded), where + ", decoded");
+          CHECK_MSG(same(out, decoded), where(", decoded"));
           it.decode_add(total.data(), code.data(), n);
-          CHECK_MSG(same(total, sum), where + ", added");
-          CHECK_MSG(code.guards_intact() && code_fed.guards_intact(), where);
+          CHECK_MSG(same(total, sum), where(", added"));
+          CHECK_MSG(code.intact() && code_fed.intact(), where(""));
         }
       });
     });
@@ -202,32 +180,26 @@ CASE("what is decoded is near") {
       Data out(n);
       it.compress(code.data(), x.data(), n);
       it.decode_set(out.data(), code.data(), n);
-      for (std::size_t i = 0; i < n; ++i) {
-        const std::size_t begin = i / it.block * it.block, end = std::min(n, begin + it.block);
-        const std::string where = std::string(it.name) + ", " + kind.name + ", element " + std::to_string(i);
-        if (it.block == 1) {
-          if (!std::isfinite(x[i])) CHECK_MSG(!std::isfinite(out[i]), where);
-          continue;
-        }
-        if (!all_finite(x, begin, end)) {
-          CHECK_MSG(std::isnan(out[i]), where);
-          continue;
-        }
-        float highest = 0, lowest = 0;
-        for (std::size_t j = begin; j < end; ++j) {
-          highest = std::max(highest, x[j]);
-          lowest = std::min(lowest, x[j]);
-        }
-        const float absmax = std::max(highest, -lowest);
-        if (absmax > 0x1.fep127f && !std::isfinite(out[i])) continue;  // rounded up beyond the largest float
+      for (std::size_t begin = 0; begin < n; begin += it.block) {
+        const std::size_t end = std::min(n, begin + it.block);
+        const bool finite = all_finite(x, begin, end);
+        const auto [lowest, highest] = std::minmax_element(x.begin() + begin, x.begin() + end);
+        const double up = std::max(*highest, 0.0f), down = std::max(-*lowest, 0.0f), absmax = std::max(up, down);
         // The scale is rounded: by 2^-9 for bfloat16, by a unit of the subnormals for tiny blocks.
         const Fineness fine = fineness(it.spec);
         const bool wide = it.spec.scale_bytes == sizeof(float);
         const double scale = absmax / fine.steps * (1 + 1.0 / 256) + (wide ? 0x1p-149 : 0x1p-133);
-        const bool opposite = fine.opposite && (x[i] < 0) != (-lowest >= highest);
-        const double half = opposite ? 1 : fine.half;
-        const double bound = absmax < 0x1p-120 ? fine.steps * scale : half * scale + absmax / 256 * !wide;
-        CHECK_MSG(std::fabs(double{x[i]} - double{out[i]}) <= bound * 1.0001, where);
+        for (std::size_t i = begin; i < end; ++i) {
+          if (finite && it.block > 1 && absmax > 0x1.fep127 && !std::isfinite(out[i]))
+            continue;  // rounded up beyond the largest float
+          const bool opposite = fine.opposite && (x[i] < 0) != (down >= up);
+          const double half = opposite ? 1 : fine.half;
+          const double bound = absmax < 0x1p-120 ? fine.steps * scale : half * scale + absmax / 256 * !wide;
+          const bool near = it.block == 1 ? finite || !std::isfinite(out[i])
+                            : finite      ? std::fabs(double{x[i]} - double{out[i]}) <= bound * 1.0001
+                                          : std::isnan(out[i]);
+          CHECK_MSG(near, std::string(it.name) + ", " + kind.name + ", element " + std::to_string(i));
+        }
       }
     });
   });

@@ -17,15 +17,6 @@ const std::vector<std::vector<int>> kLayouts{
     {0, 1},       {0, 1, 2},    {0, 1, 2, 3, 4, 5, 6, 7}, {0, 0, 1, 1}, {0, 1, 0, 1},
     {0, 0, 0, 1}, {0, 0, 1, 2}, {0, 1, 1, 2, 0, 2, 2, 1}};
 
-GroupView view_of(const std::vector<int>& hosts, int rank) {
-  GroupView view;
-  view.rank = rank;
-  view.size = static_cast<int>(hosts.size());
-  view.members = everybody(view.size);
-  view.hosts = hosts;
-  return view;
-}
-
 struct OnRank {
   OnRank(const std::vector<int>& hosts, int rank, std::span<const CompressedSection> sections, CodecId id,
          bool far = false)

@@ -1,4 +1,5 @@
-"""Builds the C++ tests beside this file and runs them: plain, under ASan and ASan + UBSan. TSan: test_threads.py."""
+"""Builds the C++ tests beside this file and runs them, file by file: plain, under ASan and ASan + UBSan. TSan:
+test_threads.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +37,12 @@ SEEN = {
         "ended in an error",
     ],
 }
-FUZZ_S = 16  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
-WITHOUT_THE_CORE = ("test_kernels", "test_sha256")  # as in the Makefile
-MOST_WHERE_PLAIN = ("test_agreement",)  # explores less under the sanitizers
+FUZZ_S = 6  # for all of them; `make -C tests/cpp fuzz SECONDS=3600` takes its time
+LOOPS = re.findall(
+    r"test_\w+", re.findall(r"^WITHOUT_THE_CORE := (?:.*\\\n)*.*", (HERE / "Makefile").read_text(), re.M)[0]
+)
+EXPLORERS = ("test_agreement", "test_resume_protocol")  # models, which see more states without a sanitizer
+PLAIN = ("test_kernels", "test_sha256", *EXPLORERS)  # CI runs kernels as they are shipped
 FIBERS = ("test_cuda_kernels",)  # which ThreadSanitizer does not follow
 SANITIZERS = {"plain": "", "asan": "address", "ubsan": "address,undefined", "tsan": "thread"}
 # A thread, because that is where a sanitizer's run time fails to start if it does.
@@ -74,23 +77,23 @@ def launch_prefix(build: str) -> list[str]:
         binary.unlink(missing_ok=True)
 
 
-def binary(build: str, test: str) -> str:
-    return f"../../build/cpp/{build}/{test}"
-
-
 @cache
-def build_all(build: str) -> None:
-    """All binaries of a build at once, which keeps the cores busy. What fails is reported by the test it belongs to."""
-    if build != "plain":
-        make(*(binary(build, test) for test in of_build(build)))
-
-
-def built(build: str, test: str) -> Path:
-    build_all(build)
-    done = make(binary(build, test))
+def made(build: str, *goals: str) -> str:
+    """What make says that went wrong, if anything did."""
+    done = make(*(f"../../build/cpp/{build}/{goal}" for goal in goals))
     errors = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode == 0, "\n".join(["does not build:", *errors[:40]])
-    return BUILD / build / test
+    return "" if done.returncode == 0 else "\n".join(["does not build:", *errors[:40]])
+
+
+def built(build: str, test: str) -> list[str]:
+    """The command that runs the cases of a file, or a fuzzer. Under a sanitizer all are built at once: CI runs all."""
+    device = [] if build == "tsan" else ["device"]
+    runner = test if test in FUZZERS else "loops" if test in LOOPS else "device" if test in FIBERS else "tests"
+    if build != "plain":
+        made(build, "tests", "loops", *device)
+    error = made(build, runner)
+    assert not error, error
+    return [str(BUILD / build / runner), *(["--file", test] if runner != test else [])]
 
 
 def has_threads(test: str) -> bool:
@@ -106,8 +109,8 @@ def passing() -> Iterator[Any]:
     """CI runs kernels as they are shipped, and all under ASan; all else is slow. TSan's are in test_threads.py."""
     for build in ("plain", "asan", "ubsan"):
         for test in of_build(build):
-            twice = build == "plain" and test not in (*WITHOUT_THE_CORE, *MOST_WHERE_PLAIN)
-            yield pytest.param(build, test, marks=[pytest.mark.slow] if twice or build == "ubsan" else [])
+            fast = test in PLAIN if build == "plain" else build == "asan" and test not in EXPLORERS
+            yield pytest.param(build, test, marks=[] if fast else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("build", "test"), list(passing()))
@@ -118,7 +121,7 @@ def test_passes(build: str, test: str) -> None:
 def check_passes(build: str, test: str) -> None:
     need_command(COMPILER[0], "g++")
     prefix = launch_prefix(build)
-    done = run([*prefix, str(built(build, test)), "--limit-s", "60"])
+    done = run([*prefix, *built(build, test), "--limit-s", "60"])
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
@@ -129,7 +132,7 @@ def test_connections_heal_wherever_they_are_cut(build: str) -> None:
     need_command(COMPILER[0], "g++")
     prefix = launch_prefix(build)
     done = run(
-        [*prefix, str(built(build, "test_healing")), "--limit-s", "1000", "cut anywhere"],
+        [*prefix, *built(build, "test_healing"), "--limit-s", "1000", "cut anywhere"],
         variables={"RINGDP_CUTS": "0"},
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -138,7 +141,7 @@ def test_connections_heal_wherever_they_are_cut(build: str) -> None:
 @pytest.mark.slow
 def test_more_of_what_can_happen_when_a_connection_is_made_again() -> None:
     need_command(COMPILER[0], "g++")
-    done = run([str(built("plain", "test_resume_protocol")), "--limit-s", "1000"], variables={"RINGDP_EXPLORE": "1"})
+    done = run([*built("plain", "test_resume_protocol"), "--limit-s", "1000"], variables={"RINGDP_EXPLORE": "1"})
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 
@@ -146,7 +149,7 @@ def test_more_of_what_can_happen_when_a_connection_is_made_again() -> None:
 def test_a_rank_of_an_elastic_job_dies_at_any_byte() -> None:
     """At every byte that it sends in a step, under each algorithm."""
     need_command(COMPILER[0], "g++")
-    done = run([str(built("plain", "test_elastic_cuts")), "--limit-s", "900"], variables={"RINGDP_CUTS": "0"})
+    done = run([*built("plain", "test_elastic_cuts"), "--limit-s", "900"], variables={"RINGDP_CUTS": "0"})
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
@@ -156,7 +159,7 @@ def test_nothing_from_the_network_does_harm(build: str, fuzzer: str) -> None:
     need_command(COMPILER[0], "g++")
     prefix = launch_prefix(build)
     seconds = FUZZ_S / len(FUZZERS)
-    done = run([*prefix, str(built(build, fuzzer)), "--seconds", str(seconds)], variables=FUZZ_OPTIONS)
+    done = run([*prefix, *built(build, fuzzer), "--seconds", str(seconds)], variables=FUZZ_OPTIONS)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     # It must have got somewhere: past the door, into the flows.
     seen = {what: int(times) for times, what in re.findall(r"^ *(\d+) (.+)$", done.stdout, re.MULTILINE)}
@@ -167,7 +170,7 @@ def test_nothing_from_the_network_does_harm(build: str, fuzzer: str) -> None:
 def test_more_of_what_can_happen_to_a_view() -> None:
     """Twelve times as many states as by default."""
     need_command(COMPILER[0], "g++")
-    done = run([str(built("plain", "test_agreement")), "--limit-s", "600"], variables={"RINGDP_EXPLORE": "12"})
+    done = run([*built("plain", "test_agreement"), "--limit-s", "600"], variables={"RINGDP_EXPLORE": "12"})
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
 
 

@@ -18,24 +18,6 @@ namespace {
 constexpr int64_t kTimeoutMs = 30'000;
 constexpr std::size_t kElements = 3000;
 
-// The launcher's store, which outlives the ranks. `told`: after each value that a rank has put there.
-class SharedStore final : public Store {
- public:
-  explicit SharedStore(MemoryStore& store, std::function<void()> told = {}) : store_(store), told_(std::move(told)) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_.set(key, value);
-    if (told_) told_();
-  }
-  std::string set_first(const std::string& key, const std::string& value) override {
-    return store_.set_first(key, value);
-  }
-  std::optional<std::string> find(const std::string& key) override { return store_.find(key); }
-
- private:
-  MemoryStore& store_;
-  const std::function<void()> told_;
-};
-
 // Its rank dies in a change: when it has said where it stands, or when it knows what was decided.
 class DyingAgreement final : public Agreement {
  public:

@@ -89,19 +89,7 @@ class LivingAgreement final : public Agreement {
   Decision agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
                  const Unreachable& unreachable, const Look& look) override {
     if (death_->dead) throw Dead();
-    class Shared final : public Store {
-     public:
-      explicit Shared(Store& store) : store_(store) {}
-      void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
-      std::string set_first(const std::string& key, const std::string& value) override {
-        return store_.set_first(key, value);
-      }
-      std::optional<std::string> find(const std::string& key) override { return store_.find(key); }
-
-     private:
-      Store& store_;
-    };
-    return StoreAgreement(std::make_unique<Shared>(store_)).agree(view, members, self, mine, unreachable, look);
+    return StoreAgreement(std::make_unique<SharedStore>(store_)).agree(view, members, self, mine, unreachable, look);
   }
 
  private:
@@ -117,20 +105,12 @@ struct Trial {
   bool codes = false;
 };
 
-AlgorithmTable ring_only() { return {.fold_two_ranks_bytes = 0, .fold_sent_bytes = 0}; }
-AlgorithmTable fold_only() { return {.fold_two_ranks_bytes = 1 << 30, .fold_sent_bytes = 1 << 30}; }
-AlgorithmTable in_pairs() {
-  AlgorithmTable table = ring_only();
-  table.pairwise_bytes = 1 << 30;
-  return table;
-}
-
 const std::vector<Trial> kTrials{
-    {"ring", ring_only(), 300},
-    {"fold", fold_only(), 300},
-    {"in pairs", in_pairs(), 300},
-    {"in rank order", ring_only(), 300, true},
-    {"int8", ring_only(), 1500, false, true},
+    {"ring", kNeverSmall, 300},
+    {"fold", kFoldAlways, 300},
+    {"in pairs", kInPairs, 300},
+    {"in rank order", kNeverSmall, 300, true},
+    {"int8", kNeverSmall, 1500, false, true},
 };
 
 std::vector<float> gradient(const Trial& trial, int place, int step) {

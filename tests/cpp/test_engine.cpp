@@ -1,5 +1,6 @@
 // The engine with ranks as threads: every collective and algorithm, concurrency, order, callbacks, and what fails.
-#include <cmath>
+#include <array>
+#include <bit>
 #include <deque>
 #include <future>
 #include <mutex>
@@ -7,198 +8,144 @@
 
 #include "engine/callback_gate.h"
 #include "job.h"
-#include "kernels/kernels.h"
 
 namespace ringdp::testing {
 namespace {
 
-const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
+const std::vector<AlgorithmTable> kTables{kFoldAlways, kNeverSmall, kTreeAlways, AlgorithmTable{}};
 
-float value(int rank, std::size_t i) {
-  return static_cast<float>((i * 2654435761ULL + static_cast<std::size_t>(rank) * 40503ULL) % 20011) / 127.0F - 50.0F;
+// Whole numbers: every order of adding gives the same, in float32, bfloat16 and bytes, of eight ranks. The order of
+// each algorithm, to the bit, and the other types: tests/contract/test_collectives_core.py.
+constexpr std::size_t kPeriod = 23;
+unsigned value(int rank, std::size_t tensor, std::size_t i) {
+  return static_cast<unsigned>((i * 31 + tensor * 7 + static_cast<std::size_t>(rank) * 101) % kPeriod);
 }
 
-// x_first + x_{first+1} + … (ranks modulo n): the ring's order for the chunk that starts at rank `first`.
-float sum_from(int first, int world, std::size_t i) {
-  float sum = value(first, i);
-  for (int step = 1; step < world; ++step) sum = sum + value((first + step) % world, i);
-  return sum;
+void put(DType dtype, std::byte* at, std::size_t i, float number) {
+  if (dtype == DType::kUint8) {
+    at[i] = std::byte{static_cast<uint8_t>(number)};
+  } else if (dtype == DType::kFloat32) {
+    std::memcpy(at + 4 * i, &number, 4);
+  } else {
+    const auto half = static_cast<uint16_t>(std::bit_cast<uint32_t>(number) >> 16);
+    std::memcpy(at + 2 * i, &half, 2);
+  }
 }
 
-// The rank with which the sum of element i begins: equal blocks of slabs, see docs/reference/algorithms.md; all ranks
-// are on one host.
-int first_rank(std::size_t i, std::size_t count, int world) {
-  std::size_t n = static_cast<std::size_t>(world), slab = n * (n == 2 || n > 4 ? 65536 : 16384),
-              begin = i / slab * slab;
-  std::size_t each = (std::min(slab, count - begin) + n - 1) / n;
-  each = (each + 15) / 16 * 16;
-  return static_cast<int>((i - begin) / each);
+// In which `of(i)`, which has the period of `value`, stands.
+template <class Of>
+std::vector<std::byte> filled(DType dtype, std::size_t count, Of&& of) {
+  std::vector<std::byte> out(count * dtype_size(dtype));
+  for (std::size_t i = 0; i < std::min(count, kPeriod); ++i) put(dtype, out.data(), i, static_cast<float>(of(i)));
+  for (std::size_t done = kPeriod * dtype_size(dtype); done < out.size(); done *= 2)
+    std::memcpy(out.data() + done, out.data(), std::min(done, out.size() - done));
+  return out;
 }
 
-void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count, ReduceOp op, bool synchronous) {
-  run_job(world, table, [&](Rank& self) {
-    std::vector<float> data(count);
-    for (std::size_t i = 0; i < count; ++i) data[i] = value(self.rank, i);
+enum class Kind { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kBarrier };
+
+struct Call {
+  Kind kind;
+  DType dtype;
+  ReduceOp op;
+  int root;
+  bool caller_waits;
+  std::vector<std::size_t> counts;  // of its tensors: one, or several for kAllGather and kReduceScatter
+};
+
+Call any_call(std::mt19937_64& random, int world) {
+  const auto of = [&](auto... choices) { return std::array{choices...}[random() % sizeof...(choices)]; };
+  Call call{
+      of(Kind::kAllReduce, Kind::kAllReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter, Kind::kBarrier),
+      of(DType::kFloat32, DType::kFloat32, DType::kBfloat16, DType::kUint8),
+      of(ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kAvg),
+      static_cast<int>(random() % static_cast<unsigned>(world)),
+      random() % 2 == 0,
+      {}};
+  if (call.op == ReduceOp::kAvg && call.dtype != DType::kFloat32) call.op = ReduceOp::kSum;
+  const bool several = call.kind == Kind::kAllGather || call.kind == Kind::kReduceScatter;
+  for (std::size_t left = several ? 1 + random() % 5 : 1; left > 0; --left)
+    call.counts.push_back(
+        of(0UL, 1UL, 3UL, 17UL, 64UL, 1009UL, 16'385UL, 65'535UL, 65'536UL, several ? 7UL : 140'001UL));
+  return call;
+}
+
+// Of the values of `world` ranks from `first` on.
+float reduced(const Call& call, int first, int world, std::size_t tensor, std::size_t i) {
+  unsigned sum = 0, most = 0;
+  for (int rank = first; rank < first + world; ++rank)
+    sum += value(rank, tensor, i), most = std::max(most, value(rank, tensor, i));
+  if (call.op == ReduceOp::kMax) return static_cast<float>(most);
+  return static_cast<float>(sum) / static_cast<float>(call.op == ReduceOp::kAvg ? world : 1);
+}
+
+// What a rank's call reads and writes, and what must stand there afterwards.
+struct Issued {
+  std::deque<std::pair<std::vector<std::byte>, std::vector<std::byte>>> memory;
+  std::shared_ptr<Work> work;
+
+  Issued(Rank& self, const Call& call) {
+    const auto add = [&](std::vector<std::byte> before, std::vector<std::byte> after) {
+      return std::span(memory.emplace_back(std::move(before), std::move(after)).first);
+    };
+    const auto mine = [&](int rank, std::size_t t) {
+      return filled(call.dtype, call.counts[t], [&](std::size_t i) { return value(rank, t, i); });
+    };
+    const auto sum = [&](int first, std::size_t t) {
+      return filled(call.dtype, call.counts[t], [&](std::size_t i) { return reduced(call, first, self.world, t, i); });
+    };
+    const auto empty = [&](std::size_t t) { return std::vector<std::byte>(call.counts[t] * dtype_size(call.dtype)); };
     CallOptions options;
-    options.caller_waits = synchronous;
-    self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, op, options));
-    bool ring =
-        choose_all_reduce(table, std::vector<int>(world), DType::kFloat32, count * 4) == Algorithm::kRing && world > 1;
-    std::size_t wrong = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      float wanted = sum_from(ring ? first_rank(i, count, world) : 0, world, i);
-      if (op == ReduceOp::kAvg) wanted = wanted / static_cast<float>(world);
-      if (op == ReduceOp::kMax) {
-        wanted = value(0, i);
-        for (int r = 1; r < world; ++r) wanted = std::max(wanted, value(r, i));
+    options.caller_waits = call.caller_waits;
+    std::vector<GatheredTensor> gathered(call.counts.size());
+    std::vector<ScatteredTensor> scattered(call.counts.size());
+    for (std::size_t t = 0; t < call.counts.size(); ++t) {
+      if (call.kind == Kind::kAllGather) gathered[t].input = add(mine(self.rank, t), mine(self.rank, t));
+      if (call.kind == Kind::kReduceScatter) scattered[t].output = add(empty(t), sum(self.rank, t));
+      for (int rank = 0; rank < self.world; ++rank) {
+        if (call.kind == Kind::kAllGather) gathered[t].blocks.push_back(add(empty(t), mine(rank, t)));
+        if (call.kind == Kind::kReduceScatter)  // inputs stay as they are
+          scattered[t].chunks.push_back(add(mine(self.rank + rank, t), mine(self.rank + rank, t)));
       }
-      wrong += std::memcmp(&wanted, &data[i], sizeof(float)) != 0;
     }
-    CHECK_EQ(wrong, std::size_t{0});
-  });
-}
-
-const std::vector<std::size_t> kSizes{0, 1, 2, 3, 5, 1009, 65535, 65536, 65537, 300007};
+    switch (call.kind) {
+      case Kind::kAllReduce:
+        work = self.group->all_reduce(add(mine(self.rank, 0), sum(0, 0)), call.dtype, call.op, options);
+        break;
+      case Kind::kBroadcast:
+        work = self.group->broadcast(add(mine(self.rank, 0), mine(call.root, 0)), call.dtype, call.root, options);
+        break;
+      case Kind::kAllGather:
+        work = self.group->all_gather(gathered, call.dtype, options);
+        break;
+      case Kind::kReduceScatter:
+        work = self.group->reduce_scatter(scattered, call.dtype, call.op, options);
+        break;
+      case Kind::kBarrier:
+        work = self.group->barrier(options);
+    }
+  }
+};
 
 }  // namespace
 
-CASE("all-reduce by ring sums in the ring's order, to the bit, for every world and size") {
-  for (int world : {1, 2, 3, 4, 5, 8})
-    for (std::size_t count : kSizes) check_all_reduce(kNeverSmall, world, count, ReduceOp::kSum, world % 2 == 0);
-}
-
-CASE("all-reduce by fold sums in rank order, to the bit, for every world and size") {
-  for (int world : {1, 2, 3, 4, 5, 8})
-    for (std::size_t count : kSizes) check_all_reduce(kFoldAlways, world, count, ReduceOp::kSum, world % 2 == 1);
-}
-
-CASE("average and maximum") {
-  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
-    for (ReduceOp op : {ReduceOp::kAvg, ReduceOp::kMax}) check_all_reduce(table, 3, 70001, op, true);
-}
-
-CASE("half types are added in float32 in rank order and rounded once, whatever the algorithm") {
-  for (int world : {2, 3, 5}) {
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, AlgorithmTable{}}) {
-      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{31}, std::size_t{300007}}) {
-        run_job(world, table, [&](Rank& self) {
-          const ReduceKernels& kernels = reduce_kernels(DType::kBfloat16, ReduceOp::kAvg);
-          auto fill = [&](int rank) {
-            std::vector<float> wide(count);
-            for (std::size_t i = 0; i < count; ++i) wide[i] = value(rank, i);
-            std::vector<uint16_t> out(count);
-            kernels.store(out.data(), wide.data(), 1.0F, count);
-            return out;
-          };
-          std::vector<uint16_t> data = fill(self.rank), wanted(count);
-          std::vector<float> sum(count);
-          for (int rank = 0; rank < world; ++rank) {
-            std::vector<uint16_t> theirs = fill(rank);
-            if (rank == 0)
-              kernels.load(sum.data(), theirs.data(), count);
-            else
-              kernels.accumulate(sum.data(), theirs.data(), count);
-          }
-          kernels.store(wanted.data(), sum.data(), static_cast<float>(world), count);
-          self.wait(self.group->all_reduce(bytes_of(data), DType::kBfloat16, ReduceOp::kAvg, {}));
-          CHECK(data == wanted);
-        });
-      }
-    }
-  }
-}
-
-CASE("broadcast, all-gather, reduce-scatter and barrier") {
-  for (int world : {1, 2, 3, 4, 5, 8}) {
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
-      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{17}, std::size_t{100'003}}) {
-        run_job(world, table, [&](Rank& self) {
-          for (int root = 0; root < world; root += 2) {
-            std::vector<float> data(count);
-            for (std::size_t i = 0; i < count; ++i) data[i] = self.rank == root ? value(root, i) : -1.0F;
-            self.wait(self.group->broadcast(bytes_of(data), DType::kFloat32, root, {}));
-            std::size_t wrong = 0;
-            for (std::size_t i = 0; i < count; ++i) wrong += data[i] != value(root, i);
-            CHECK_EQ(wrong, std::size_t{0});
-          }
-          std::vector<float> mine(count);
-          for (std::size_t i = 0; i < count; ++i) mine[i] = value(self.rank, i);
-          std::vector<std::vector<float>> all(static_cast<std::size_t>(world), std::vector<float>(count));
-          std::vector<std::span<std::byte>> blocks;
-          for (auto& block : all) blocks.push_back(bytes_of(block));
-          self.wait(self.group->all_gather(bytes_of(mine), blocks, DType::kFloat32, {}));
-          std::size_t wrong = 0;
-          for (int rank = 0; rank < world; ++rank)
-            for (std::size_t i = 0; i < count; ++i) wrong += all[static_cast<std::size_t>(rank)][i] != value(rank, i);
-          CHECK_EQ(wrong, std::size_t{0});
-
-          std::vector<std::vector<float>> inputs;
-          std::vector<std::span<std::byte>> chunks;
-          for (int rank = 0; rank < world; ++rank) {
-            auto& chunk = inputs.emplace_back(count);
-            for (std::size_t i = 0; i < count; ++i) chunk[i] = value(self.rank, i + static_cast<std::size_t>(rank));
-          }
-          for (auto& chunk : inputs) chunks.push_back(bytes_of(chunk));
-          auto before = inputs;
-          std::vector<float> out(count);
-          self.wait(self.group->reduce_scatter(chunks, bytes_of(out), DType::kFloat32, ReduceOp::kSum, {}));
-          wrong = 0;
-          for (std::size_t i = 0; i < count; ++i)
-            wrong += out[i] != sum_from(0, world, i + static_cast<std::size_t>(self.rank));
-          CHECK_EQ(wrong, std::size_t{0});
-          CHECK(inputs == before);
-          self.wait(self.group->barrier({}));
-        });
-      }
-    }
-  }
-}
-
-CASE("tensors in one operation get what each gets alone, whatever their sizes") {
-  const std::vector<std::size_t> sizes{70'001, 0,  1,      131'070,
-                                       3,      64, 200'003};  // bytes: blocks end within elements' granules
-  for (int world : {1, 2, 3, 5}) {
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall}) {
-      run_job(world, table, [&](Rank& self) {
-        const auto ranks = static_cast<std::size_t>(world);
-        auto byte = [](std::size_t rank, std::size_t tensor, std::size_t i) {
-          return static_cast<uint8_t>((i * 31 + tensor * 7 + rank * 101) % 251);
-        };
-        std::deque<std::vector<uint8_t>> kept;  // what the operations use
-        auto memory = [&](std::size_t bytes) { return bytes_of(kept.emplace_back(bytes)); };
-        std::vector<GatheredTensor> gathered;
-        std::vector<ScatteredTensor> scattered;
-        for (std::size_t t = 0; t < sizes.size(); ++t) {
-          GatheredTensor& to_all = gathered.emplace_back();
-          ScatteredTensor& to_owner = scattered.emplace_back();
-          to_all.input = memory(sizes[t]);
-          for (std::size_t i = 0; i < sizes[t]; ++i) kept.back()[i] = byte(static_cast<std::size_t>(self.rank), t, i);
-          for (std::size_t r = 0; r < ranks; ++r) {
-            to_owner.chunks.push_back(memory(sizes[t]));
-            for (std::size_t i = 0; i < sizes[t]; ++i)
-              kept.back()[i] = byte(static_cast<std::size_t>(self.rank) + r, t, i);
-            to_all.blocks.push_back(memory(sizes[t]));
-          }
-          to_owner.output = memory(sizes[t]);
-        }
-        const auto works = {self.group->all_gather(gathered, DType::kUint8, {}),
-                            self.group->reduce_scatter(scattered, DType::kUint8, ReduceOp::kMax, {})};
-        for (const auto& work : works) self.wait(work);
-        std::size_t wrong = 0;
-        for (std::size_t t = 0; t < sizes.size(); ++t) {
-          for (std::size_t i = 0; i < sizes[t]; ++i) {
-            uint8_t most = 0;
-            for (std::size_t r = 0; r < ranks; ++r) {
-              wrong += gathered[t].blocks[r][i] != std::byte{byte(r, t, i)};
-              most = std::max(most, byte(r + static_cast<std::size_t>(self.rank), t, i));
-            }
-            wrong += scattered[t].output[i] != std::byte{most};
-          }
-        }
-        CHECK_EQ(wrong, std::size_t{0});
-      });
-    }
+CASE("any collectives that are in flight together give what they are to, by every algorithm") {
+  for (uint64_t seed = 1; seed <= 24; ++seed) {
+    std::mt19937_64 random(seed);
+    const int world = std::array{1, 2, 3, 4, 5, 8}[seed % 6];
+    std::vector<Call> calls;
+    for (std::size_t left = 3 + random() % 6; left > 0; --left) calls.push_back(any_call(random, world));
+    run_job(world, kTables[seed / 6 % kTables.size()], [&](Rank& self) {
+      std::deque<Issued> issued;
+      for (const Call& call : calls) issued.emplace_back(self, call);
+      for (const Issued& it : issued) self.wait(it.work);
+      for (std::size_t at = 0; at < calls.size(); ++at)
+        for (const auto& [got, wanted] : issued[at].memory)
+          if (got != wanted)
+            report_failure(__FILE__, __LINE__,
+                           "seed " + std::to_string(seed) + ", call " + std::to_string(at) + " of kind " +
+                               shown(calls[at].kind) + ", " + std::string(dtype_name(calls[at].dtype)));
+    });
   }
 }
 
@@ -228,20 +175,6 @@ CASE("a thousand operations in flight end in order, on every rank with the same 
       if (order.size() == kCount) break;
     }
     CHECK(std::is_sorted(order.begin(), order.end()));
-  });
-}
-
-CASE("operations on the same memory keep their order without a wait in between") {
-  run_job(2, AlgorithmTable{}, [&](Rank& self) {
-    std::vector<float> data(100000, 1.0F);
-    std::vector<std::shared_ptr<Work>> works;
-    for (int i = 0; i < 5; ++i)
-      works.push_back(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
-    std::vector<float> other(data.size()), mine(data.size());
-    works.push_back(self.group->all_gather(bytes_of(data), {bytes_of(mine), bytes_of(other)}, DType::kFloat32, {}));
-    for (auto& work : works) self.wait(work);
-    CHECK_EQ(data[99999], 32.0F);
-    CHECK_EQ(other[7], 32.0F);
   });
 }
 
@@ -346,8 +279,8 @@ CASE("what follows an operation begins when the gate in which it was issued open
 }
 
 CASE("ranks that believe in different roots hear of it, whether both send or both wait") {
-  for (int world : {2, 3, 5}) {
-    for (std::size_t count : {std::size_t{0}, std::size_t{4}, std::size_t{100000}}) {
+  for (int world : {2, 3}) {
+    for (std::size_t count : {std::size_t{0}, std::size_t{100000}}) {
       for (int odd_root : {0, 1}) {
         run_job(world, AlgorithmTable{}, [&](Rank& self) {
           std::vector<float> data(count), more(10);

@@ -11,9 +11,6 @@ using namespace ringdp::testing;
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-const AlgorithmTable kFoldAlways{SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
-const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
 
 // Rank `culprit` has an infinity at `place`; no rank has one if that is beyond the end. Several in flight.
 void check_watched(const AlgorithmTable& table, int world, DType dtype, std::size_t count, int culprit,
@@ -53,17 +50,16 @@ void check_watched(const AlgorithmTable& table, int world, DType dtype, std::siz
 CASE("an infinity is heard of on all ranks and found on its own") {
   for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall})
     for (const DType dtype : {DType::kFloat32, DType::kFloat16})
-      for (const int world : {1, 2, 3}) {
-        const std::size_t count = 300'007;
-        for (const std::size_t place : {std::size_t{0}, count / 2, count - 1})
+      for (const int world : {2, 3}) {
+        const std::size_t count = 140'003;
+        for (const std::size_t place : {std::size_t{0}, count - 1, count})
           check_watched(table, world, dtype, count, static_cast<int>(place) % world, place);
-        check_watched(table, world, dtype, count, 0, count);
       }
 }
 
 CASE("along a tree: its root, a rank inside, one at its end") {
   for (const DType dtype : {DType::kFloat32, DType::kFloat16})
-    for (const int culprit : {0, 1, 2, 4}) check_watched(kTreeAlways, 6, dtype, 100'003, culprit, 77'777);
+    for (const int culprit : {0, 1, 2, 4}) check_watched(kTreeAlways, 6, dtype, 40'003, culprit, 33'333);
 }
 
 CASE("one element, and none") {

@@ -3,7 +3,6 @@
 // with few elements, and at 200 places of long ones.
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -33,19 +32,6 @@ struct Trial {
   std::size_t segment_bytes = kSegmentBytes;
 };
 
-AlgorithmTable ring_only() { return {.fold_two_ranks_bytes = 0, .fold_sent_bytes = 0}; }
-AlgorithmTable fold_only() { return {.fold_two_ranks_bytes = 1 << 30, .fold_sent_bytes = 1 << 30}; }
-AlgorithmTable in_pairs() {
-  AlgorithmTable table = ring_only();
-  table.pairwise_bytes = 1 << 30;
-  return table;
-}
-AlgorithmTable trees() {
-  AlgorithmTable table = fold_only();
-  table.direct_ranks = 2;
-  return table;
-}
-
 void all_reduce(Rank& self, std::vector<float>& data, std::vector<float>&) {
   self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
 }
@@ -54,12 +40,6 @@ void reduce(Rank& self, std::vector<float>& data, std::vector<float>&) {
 }
 void broadcast(Rank& self, std::vector<float>& data, std::vector<float>&) {
   self.wait(self.group->broadcast(bytes_of(data), DType::kFloat32, 0, {}));
-}
-std::vector<std::span<std::byte>> parts(std::vector<float>& data, int world) {
-  std::vector<std::span<std::byte>> out;
-  const std::size_t bytes = data.size() / static_cast<std::size_t>(world) * sizeof(float);
-  for (int i = 0; i < world; ++i) out.push_back(bytes_of(data).subspan(static_cast<std::size_t>(i) * bytes, bytes));
-  return out;
 }
 void reduce_scatter(Rank& self, std::vector<float>& data, std::vector<float>& out) {
   out.resize(data.size() / static_cast<std::size_t>(self.world));
@@ -94,16 +74,16 @@ void crowd(Rank& self, std::vector<float>& data, std::vector<float>& out) {
 }
 
 const std::vector<Trial> kTrials{
-    {"ring of two", 2, {0, 1}, ring_only(), 1000, all_reduce},
-    {"ring of three, short frames", 3, {0, 1, 2}, ring_only(), 1000, all_reduce, 1024},
-    {"fold of two", 2, {0, 1}, fold_only(), 1000, all_reduce},
-    {"large fold of two", 2, {0, 1}, fold_only(), 200'000, all_reduce},
-    {"fold of three", 3, {0, 1, 2}, fold_only(), 1000, all_reduce},
-    {"in pairs", 3, {0, 1, 2}, in_pairs(), 40'000, all_reduce},
-    {"tree of four", 4, {0, 1, 2, 3}, trees(), 100'000, all_reduce},
-    {"two levels", 4, {0, 0, 1, 1}, ring_only(), 60'000, all_reduce},
-    {"reduce by a tree", 4, {0, 1, 2, 3}, trees(), 100'000, reduce},
-    {"reduce in pairs", 3, {0, 1, 2}, in_pairs(), 1000, reduce},
+    {"ring of two", 2, {0, 1}, kNeverSmall, 1000, all_reduce},
+    {"ring of three, short frames", 3, {0, 1, 2}, kNeverSmall, 1000, all_reduce, 1024},
+    {"fold of two", 2, {0, 1}, kFoldAlways, 1000, all_reduce},
+    {"large fold of two", 2, {0, 1}, kFoldAlways, 200'000, all_reduce},
+    {"fold of three", 3, {0, 1, 2}, kFoldAlways, 1000, all_reduce},
+    {"in pairs", 3, {0, 1, 2}, kInPairs, 40'000, all_reduce},
+    {"tree of four", 4, {0, 1, 2, 3}, kTreeAlways, 100'000, all_reduce},
+    {"two levels", 4, {0, 0, 1, 1}, kNeverSmall, 60'000, all_reduce},
+    {"reduce by a tree", 4, {0, 1, 2, 3}, kTreeAlways, 100'000, reduce},
+    {"reduce in pairs", 3, {0, 1, 2}, kInPairs, 1000, reduce},
     {"broadcast along a chain", 3, {0, 1, 2}, {.flat_broadcast_bytes = 0}, 30'000, broadcast},
     {"reduce-scatter", 3, {0, 1, 2}, {}, 1002, reduce_scatter},
     {"reduce-scatter in two levels", 4, {0, 0, 1, 1}, {}, 60'000, reduce_scatter},
@@ -112,17 +92,6 @@ const std::vector<Trial> kTrials{
     {"codes", 3, {0, 1, 2}, {}, 30'000, codes},
     {"many small ones", 2, {0, 1}, {}, 1000, crowd},
 };
-
-std::vector<float> input_of(const Trial& trial, int rank) {
-  std::vector<float> data(trial.count);
-  std::mt19937 random(static_cast<unsigned>(rank) + 7);
-  for (float& it : data) it = static_cast<float>(static_cast<int>(random() % 2000) - 1000) / 16.0F;
-  return data;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
-}
 
 struct Cut {
   int rank, peer;
@@ -186,7 +155,7 @@ void sweep(Trial trial) {
   std::atomic<uint64_t> healed{0};
   std::atomic<std::chrono::steady_clock::duration> slowest{};
   run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
-    const std::vector<float> input = input_of(trial, self.rank);
+    const std::vector<float> input = input_of(trial.count, self.rank);
     std::vector<float> data = input, out, wanted_out;
     const uint64_t before = self.runtime->engine().traffic().sent;
     trial.run(self, data, wanted_out);
@@ -246,7 +215,7 @@ CASE("all ranks cut at once, again and again") {
   const Trial trial{"", 3, {0, 1, 2}, {}, 20'000, all_reduce};
   std::atomic<int> made{0};
   run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
-    const std::vector<float> input = input_of(trial, self.rank);
+    const std::vector<float> input = input_of(trial.count, self.rank);
     std::vector<float> data = input, none;
     all_reduce(self, data, none);
     const std::vector<float> wanted = data;
@@ -267,7 +236,7 @@ CASE("all ranks cut at once, again and again") {
 
 // As after an outage: bytes were under way for seconds when the connection ended.
 CASE("a connection that is reset after it was held up heals, too") {
-  const Trial trial{"", 2, {0, 1}, ring_only(), 1000, all_reduce};
+  const Trial trial{"", 2, {0, 1}, kNeverSmall, 1000, all_reduce};
   run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
     cutter.held_up_ms = 3000;
     std::vector<float> data(trial.count, 1.0F), none;
@@ -279,10 +248,10 @@ CASE("a connection that is reset after it was held up heals, too") {
 }
 
 CASE("an operation that fails while its connection heals leaves the group's others whole") {
-  const Trial trial{"", 2, {0, 1}, ring_only(), 200'000, all_reduce};
+  const Trial trial{"", 2, {0, 1}, kNeverSmall, 200'000, all_reduce};
   run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
     GroupHandle other(self.runtime, "other", everybody(2), 500, trial.table);
-    const std::vector<float> input = input_of(trial, self.rank);
+    const std::vector<float> input = input_of(trial.count, self.rank);
     auto data = std::make_unique<std::vector<float>>(input);
     if (self.rank == 0) {
       cutter.arm(1, 100'000, 50'000);
@@ -326,7 +295,7 @@ CASE("a rank that leaves is not dialled again, and one that heals says goodbye f
   const Trial trial{"", 2, {0, 1}, {}, 1000, all_reduce};
   for (int round = 0; round < 5; ++round)
     run_cut_job(trial, [&](Rank& self, Cutter& cutter) {
-      std::vector<float> data = input_of(trial, self.rank), none;
+      std::vector<float> data = input_of(trial.count, self.rank), none;
       if (self.rank == 0) cutter.arm(1, 100 + 40 * static_cast<uint64_t>(round), 1000);
       all_reduce(self, data, none);
       self.group.reset();

@@ -6,7 +6,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -14,6 +13,7 @@
 #include <immintrin.h>
 #endif
 
+#include "guarded.h"
 #include "instruction_sets.h"
 #include "kernels/float_mode.h"
 #include "references.h"
@@ -25,7 +25,6 @@ namespace {
 using testing::on_every_isa;
 
 constexpr std::array kSizes = {0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 1000, 1021};
-constexpr std::byte kGuard{0xa5};
 
 template <class Body>
 void for_every_reduction(Body&& body) {
@@ -37,38 +36,17 @@ void for_every_reduction(Body&& body) {
 
 bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
 
-// Room for count elements, `offset` elements after a 64-byte boundary, with guard bytes on both sides.
-class Buffer {
+// Room for count elements, `offset` elements after a 64-byte boundary.
+class Buffer : public testing::Guarded<std::byte> {
  public:
   Buffer(std::size_t element_bytes, std::size_t count, std::size_t offset)
-      : bytes_(count * element_bytes), storage_(bytes_ + 3 * kMargin, kGuard) {
-    const auto address = reinterpret_cast<std::uintptr_t>(storage_.data());
-    data_ = storage_.data() + ((address + kMargin - 1) / kMargin * kMargin - address) + offset * element_bytes;
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  std::byte* data() { return data_; }
+      : Guarded(count * element_bytes, offset * element_bytes) {}
   template <class T>
   T* as() {
-    return reinterpret_cast<T*>(data_);
+    return reinterpret_cast<T*>(data());
   }
-  std::size_t bytes() const { return bytes_; }
-  void copy_from(const Buffer& other) { std::memcpy(data_, other.data_, bytes_); }
-  bool same_as(const Buffer& other) const { return std::memcmp(data_, other.data_, bytes_) == 0; }
-  bool guards_intact() const {
-    for (const std::byte* p = storage_.data(); p != data_; ++p)
-      if (*p != kGuard) return false;
-    for (const std::byte* p = data_ + bytes_; p != storage_.data() + storage_.size(); ++p)
-      if (*p != kGuard) return false;
-    return true;
-  }
-
- private:
-  static constexpr std::size_t kMargin = 64;
-  std::size_t bytes_;
-  std::vector<std::byte> storage_;
-  std::byte* data_;
+  void copy_from(Buffer& other) { std::memcpy(data(), other.data(), size()); }
+  bool same_as(Buffer& other) { return std::memcmp(data(), other.data(), size()) == 0; }
 };
 
 // The bit patterns that go wrong first, for elements of `part_bytes`.
@@ -118,7 +96,7 @@ void fill(Buffer& buffer, DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto specials = special_bits(dtype);
   const std::size_t step = part_bytes(dtype);
-  for (std::size_t at = 0; at < buffer.bytes(); at += step) {
+  for (std::size_t at = 0; at < buffer.size(); at += step) {
     uint64_t bits = random();
     const uint64_t choice = bits % 3;
     if (choice == 0 || dtype == DType::kBool) {
@@ -131,9 +109,6 @@ void fill(Buffer& buffer, DType dtype, uint64_t seed) {
     std::memcpy(buffer.data() + at, &bits, step);
   }
 }
-
-// The message is made only when it is needed: there are millions of checks.
-#define EXPECT(good, message) ((good) ? (void)0 : testing::report_failure(__FILE__, __LINE__, message))
 
 std::string describe(const std::string& isa, DType dtype, ReduceOp op, std::size_t count, const char* what) {
   return isa + " " + std::string(dtype_name(dtype)) + " " + std::string(reduce_op_name(op)) + " of " +
@@ -159,15 +134,15 @@ CASE("combine gives the reference's bits, in place and unaligned") {
           kernels.combine(dst.data(), a.data(), b.data(), count);
           kernels.combine(over_a.data(), over_a.data(), b.data(), count);
           kernels.combine(over_b.data(), a.data(), over_b.data(), count);
-          EXPECT(dst.same_as(wanted), describe(isa, dtype, op, count, "combine"));
-          EXPECT(over_a.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = a"));
-          EXPECT(over_b.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = b"));
-          EXPECT(dst.guards_intact() && over_a.guards_intact() && over_b.guards_intact(),
-                 describe(isa, dtype, op, count, "combine wrote outside"));
+          CHECK_MSG(dst.same_as(wanted), describe(isa, dtype, op, count, "combine"));
+          CHECK_MSG(over_a.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = a"));
+          CHECK_MSG(over_b.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = b"));
+          CHECK_MSG(dst.intact() && over_a.intact() && over_b.intact(),
+                    describe(isa, dtype, op, count, "combine wrote outside"));
 
           reduce_kernels_reference(dtype, op).combine(wanted.data(), a.data(), a.data(), count);
           kernels.combine(a.data(), a.data(), a.data(), count);
-          EXPECT(a.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = a = b"));
+          CHECK_MSG(a.same_as(wanted), describe(isa, dtype, op, count, "combine with dst = a = b"));
         }
       }
     });
@@ -178,7 +153,7 @@ CASE("divide gives the reference's bits and exists for AVG alone") {
   on_every_isa([](const std::string& isa) {
     for_every_reduction([&](DType dtype, ReduceOp op) {
       const auto& kernels = reduce_kernels(dtype, op);
-      EXPECT((kernels.divide != nullptr) == (op == ReduceOp::kAvg), describe(isa, dtype, op, 0, "divide exists"));
+      CHECK_MSG((kernels.divide != nullptr) == (op == ReduceOp::kAvg), describe(isa, dtype, op, 0, "divide exists"));
       if (op != ReduceOp::kAvg) return;
       for (const std::size_t count : kSizes) {
         for (const std::size_t divisor : {1, 2, 3, 7, 200, 1000}) {
@@ -187,7 +162,7 @@ CASE("divide gives the reference's bits and exists for AVG alone") {
           wanted.copy_from(got);
           kernels.divide(got.data(), divisor, count);
           reduce_kernels_reference(dtype, op).divide(wanted.data(), divisor, count);
-          EXPECT(got.same_as(wanted) && got.guards_intact(), describe(isa, dtype, op, count, "divide"));
+          CHECK_MSG(got.same_as(wanted) && got.intact(), describe(isa, dtype, op, count, "divide"));
         }
       }
     });
@@ -200,7 +175,7 @@ CASE("load, accumulate and store give the reference's bits and exist for half ty
       const auto& kernels = reduce_kernels(dtype, op);
       const auto& reference = reduce_kernels_reference(dtype, op);
       const bool exist = kernels.load != nullptr && kernels.accumulate != nullptr && kernels.store != nullptr;
-      EXPECT(exist == is_half(dtype), describe(isa, dtype, op, 0, "load, accumulate and store exist"));
+      CHECK_MSG(exist == is_half(dtype), describe(isa, dtype, op, 0, "load, accumulate and store exist"));
       if (!exist) return;
       for (const std::size_t count : kSizes) {
         for (std::size_t offset = 0; offset < 2; ++offset) {
@@ -208,22 +183,22 @@ CASE("load, accumulate and store give the reference's bits and exist for half ty
           fill(x, dtype, count + offset);
           kernels.load(acc.as<float>(), x.data(), count);
           reference.load(wanted_acc.as<float>(), x.data(), count);
-          EXPECT(acc.same_as(wanted_acc), describe(isa, dtype, op, count, "load"));
+          CHECK_MSG(acc.same_as(wanted_acc), describe(isa, dtype, op, count, "load"));
 
           fill(acc, DType::kFloat32, 77 + count);
           wanted_acc.copy_from(acc);
           kernels.accumulate(acc.as<float>(), x.data(), count);
           reference.accumulate(wanted_acc.as<float>(), x.data(), count);
-          EXPECT(acc.same_as(wanted_acc), describe(isa, dtype, op, count, "accumulate"));
+          CHECK_MSG(acc.same_as(wanted_acc), describe(isa, dtype, op, count, "accumulate"));
 
           fill(acc, DType::kFloat32, 99 + count);
           for (const float divisor : {1.0f, 2.0f, 3.0f, 7.0f}) {
             Buffer dst(2, count, offset), wanted(2, count, 0);
             kernels.store(dst.data(), acc.as<float>(), divisor, count);
             reference.store(wanted.data(), acc.as<float>(), divisor, count);
-            EXPECT(dst.same_as(wanted) && dst.guards_intact(), describe(isa, dtype, op, count, "store"));
+            CHECK_MSG(dst.same_as(wanted) && dst.intact(), describe(isa, dtype, op, count, "store"));
           }
-          EXPECT(acc.guards_intact(), describe(isa, dtype, op, count, "the accumulator was overrun"));
+          CHECK_MSG(acc.intact(), describe(isa, dtype, op, count, "the accumulator was overrun"));
         }
       }
     });
@@ -267,11 +242,11 @@ CASE("all 65536 half values load exactly and come back as they were") {
         const auto which = [&] { return isa + " " + std::string(dtype_name(dtype)) + " " + std::to_string(i); };
         const double value = exact_value(dtype, all[i]);
         const bool nan = (i & 0x7fff) > infinity;
-        EXPECT(nan ? std::isnan(wide[i]) : wide[i] == value && std::signbit(wide[i]) == std::signbit(value),
-               which() + " loads as another value");
+        CHECK_MSG(nan ? std::isnan(wide[i]) : wide[i] == value && std::signbit(wide[i]) == std::signbit(value),
+                  which() + " loads as another value");
         // float16: the NaN as it was but quiet. bfloat16: the one NaN of torch's rounding.
         const auto wanted = !nan ? all[i] : static_cast<uint16_t>(dtype == DType::kFloat16 ? i | 0x0200 : 0x7fc0);
-        EXPECT(back[i] == wanted, which() + " does not come back");
+        CHECK_MSG(back[i] == wanted, which() + " does not come back");
       }
     }
   });
@@ -305,8 +280,9 @@ CASE("float32 rounds to the nearest half, ties to even, at every boundary betwee
       }
       const auto got = stored(dtype, values);
       for (std::size_t i = 0; i < got.size(); ++i)
-        EXPECT(got[i] == wanted[i], isa + " " + std::string(dtype_name(dtype)) + ": " + std::to_string(values[i]) +
-                                        " rounds to " + std::to_string(got[i]) + ", not " + std::to_string(wanted[i]));
+        CHECK_MSG(got[i] == wanted[i], isa + " " + std::string(dtype_name(dtype)) + ": " + std::to_string(values[i]) +
+                                           " rounds to " + std::to_string(got[i]) + ", not " +
+                                           std::to_string(wanted[i]));
     }
   });
 }
@@ -322,7 +298,7 @@ CASE("the mean of halves is rounded once") {
     for (int i = 0; i < 3; ++i) kernels.accumulate(acc.data(), one.data(), 40);
     kernels.store(mean.data(), acc.data(), 4.0f, 40);
     // 2051 / 4 = 512.75, half-way between 512.5 and 513 (0x6002, even); after three lost additions it would be 512.
-    for (const uint16_t half : mean) EXPECT(half == 0x6002, isa + " gives " + std::to_string(half));
+    for (const uint16_t half : mean) CHECK_MSG(half == 0x6002, isa + " gives " + std::to_string(half));
   });
 }
 
@@ -520,8 +496,8 @@ CASE("elements are multiplied to the reference's bits") {
           fill(theirs, dtype, 5);
           multiply(dtype)(ours.data(), 1.0 / 3, count);
           multiply_reference(dtype)(theirs.data(), 1.0 / 3, count);
-          EXPECT(count == 0 || std::memcmp(ours.data(), theirs.data(), ours.bytes()) == 0,
-                 isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+          CHECK_MSG(ours.same_as(theirs),
+                    isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
         }
       }
     }
@@ -540,9 +516,8 @@ CASE("two operands are weighed, and a mean is taken in one pass, to the referenc
           Buffer a(dtype_size(dtype), count, 0), ours(dtype_size(dtype), count, 1), theirs(dtype_size(dtype), count, 1);
           fill(a, dtype, 3);
           const auto same = [&](const std::string& what) {
-            EXPECT(
-                count == 0 || std::memcmp(ours.data(), theirs.data(), ours.bytes()) == 0,
-                what + " " + isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+            CHECK_MSG(ours.same_as(theirs), what + " " + isa + " " + std::string(dtype_name(dtype)) + " of " +
+                                                std::to_string(count) + " elements");
           };
           fill(ours, dtype, 4);
           fill(theirs, dtype, 4);
@@ -571,13 +546,13 @@ CASE("the first infinity or NaN is found where the reference finds it, and nowhe
         const auto count = static_cast<std::size_t>(size);
         for (const std::size_t offset : {std::size_t{0}, std::size_t{1}}) {
           Buffer buffer(dtype_size(dtype), count, offset);
-          std::memset(buffer.data(), 0x3b, buffer.bytes());  // finite in every type, as is its negative
-          EXPECT(first_non_finite(dtype)(buffer.data(), count) == count, isa + ": finite elements");
+          std::memset(buffer.data(), 0x3b, buffer.size());  // finite in every type, as is its negative
+          CHECK_MSG(first_non_finite(dtype)(buffer.data(), count) == count, isa + ": finite elements");
           for (std::size_t at = 0; at < count; at += count / 13 + 1) {
             fill(buffer, dtype, at);
             const std::size_t found = first_non_finite(dtype)(buffer.data(), count);
-            EXPECT(found == first_non_finite_reference(dtype)(buffer.data(), count),
-                   isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
+            CHECK_MSG(found == first_non_finite_reference(dtype)(buffer.data(), count),
+                      isa + " " + std::string(dtype_name(dtype)) + " of " + std::to_string(count) + " elements");
           }
         }
       }
@@ -593,7 +568,7 @@ CASE("each of the 65536 halves of both kinds is finite just where its value is")
         const auto half = static_cast<uint16_t>(bits);
         float value = 0;
         reduce_kernels_reference(dtype, ReduceOp::kSum).load(&value, &half, 1);
-        EXPECT((first_non_finite(dtype)(&half, 1) == 1) == std::isfinite(value), isa + ": " + std::to_string(bits));
+        CHECK_MSG((first_non_finite(dtype)(&half, 1) == 1) == std::isfinite(value), isa + ": " + std::to_string(bits));
       }
   });
 }

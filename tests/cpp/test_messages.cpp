@@ -52,7 +52,7 @@ void exchange_everything(Rank& self) {
 }  // namespace
 
 CASE("messages meet by sender, receiver and tag, in their order") {
-  for (int world : {2, 3, 5}) run_job(world, {}, exchange_everything);
+  for (int world : {2, 5}) run_job(world, {}, exchange_everything);
   run_job(3, {}, exchange_everything, 30'000, bad_network(11));
 }
 
@@ -82,7 +82,7 @@ CASE("several threads of a rank send and receive while collectives run") {
 }
 
 CASE("a receive from anybody takes every message once and says whose it was") {
-  for (std::size_t count : {std::size_t{0}, std::size_t{3}, std::size_t{70'000}})
+  for (std::size_t count : {std::size_t{3}, std::size_t{70'000}})
     run_job(4, {}, [&](Rank& self) {
       constexpr int kEach = 6;
       if (self.rank != 0) {
@@ -105,40 +105,39 @@ CASE("a receive from anybody takes every message once and says whose it was") {
 }
 
 CASE("reduce, gather, scatter and all-to-all from every root, in flight together") {
-  for (int world : {1, 2, 3, 5})
-    for (bool bad : {false, true})
-      run_job(
-          world, {},
-          [&](Rank& self) {
-            auto n = static_cast<std::size_t>(world);
-            constexpr std::size_t kCount = 40'003;
-            for (int root = 0; root < world; ++root) {
-              std::vector<int32_t> sum(kCount, self.rank + 1), mine(kCount, self.rank), back(kCount);
-              std::vector<std::vector<int32_t>> gathered(n, std::vector<int32_t>(kCount));
-              std::vector<std::vector<int32_t>> out, in;
-              for (std::size_t r = 0; r < n; ++r) {
-                out.push_back(
-                    message(self.rank, static_cast<int>(r), root, 17 * (static_cast<std::size_t>(self.rank) + r)));
-                in.emplace_back(out.back().size());
-              }
-              std::vector<std::span<std::byte>> blocks, chunks, rooms;
-              if (self.rank == root)
-                for (auto& block : gathered) blocks.push_back(bytes_of(block));
-              for (auto& chunk : out) chunks.push_back(bytes_of(chunk));
-              for (auto& room : in) rooms.push_back(bytes_of(room));
-              std::vector<std::shared_ptr<Work>> works{
-                  self.group->reduce(bytes_of(sum), DType::kInt32, ReduceOp::kSum, root, {}),
-                  self.group->gather(bytes_of(mine), blocks, DType::kInt32, root, {}),
-                  self.group->scatter(blocks, bytes_of(back), DType::kInt32, root, {}),
-                  self.group->all_to_all(chunks, rooms, DType::kInt32, {})};
-              for (const auto& work : works) self.wait(work);
-              CHECK_EQ(sum[kCount - 1], self.rank == root ? world * (world + 1) / 2 : self.rank + 1);
-              CHECK(back == mine);  // what the root gathered, given back
-              for (std::size_t r = 0; r < n; ++r)
-                CHECK(in[r] == message(static_cast<int>(r), self.rank, root, in[r].size()));
+  for (auto [world, bad] : {std::pair(1, false), {2, true}, {3, false}, {5, true}})
+    run_job(
+        world, {},
+        [world](Rank& self) {
+          auto n = static_cast<std::size_t>(world);
+          constexpr std::size_t kCount = 40'003;
+          for (int root = 0; root < world; root += 2) {
+            std::vector<int32_t> sum(kCount, self.rank + 1), mine(kCount, self.rank), back(kCount);
+            std::vector<std::vector<int32_t>> gathered(n, std::vector<int32_t>(kCount));
+            std::vector<std::vector<int32_t>> out, in;
+            for (std::size_t r = 0; r < n; ++r) {
+              out.push_back(
+                  message(self.rank, static_cast<int>(r), root, 17 * (static_cast<std::size_t>(self.rank) + r)));
+              in.emplace_back(out.back().size());
             }
-          },
-          30'000, bad ? bad_network(3) : EngineOptions{});
+            std::vector<std::span<std::byte>> blocks, chunks, rooms;
+            if (self.rank == root)
+              for (auto& block : gathered) blocks.push_back(bytes_of(block));
+            for (auto& chunk : out) chunks.push_back(bytes_of(chunk));
+            for (auto& room : in) rooms.push_back(bytes_of(room));
+            std::vector<std::shared_ptr<Work>> works{
+                self.group->reduce(bytes_of(sum), DType::kInt32, ReduceOp::kSum, root, {}),
+                self.group->gather(bytes_of(mine), blocks, DType::kInt32, root, {}),
+                self.group->scatter(blocks, bytes_of(back), DType::kInt32, root, {}),
+                self.group->all_to_all(chunks, rooms, DType::kInt32, {})};
+            for (const auto& work : works) self.wait(work);
+            CHECK_EQ(sum[kCount - 1], self.rank == root ? world * (world + 1) / 2 : self.rank + 1);
+            CHECK(back == mine);  // what the root gathered, given back
+            for (std::size_t r = 0; r < n; ++r)
+              CHECK(in[r] == message(static_cast<int>(r), self.rank, root, in[r].size()));
+          }
+        },
+        30'000, bad ? bad_network(3) : EngineOptions{});
 }
 
 CASE("what cannot copy its buffers fails, at the start and at the end, and never counts as done") {

@@ -151,7 +151,7 @@ CASE("a job's operations: times in order, bytes by peer, the same sequences on a
     CHECK(groups[0].members == everybody(3));
     self.wait(self.group->barrier({}));
   };
-  run_job(3, AlgorithmTable{0, 0, 0, 0}, body);
+  run_job(3, kNeverSmall, body);
 }
 
 CASE("what does not come is seen while it is in flight: the bytes so far, and who is missing") {

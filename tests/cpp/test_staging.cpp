@@ -12,10 +12,6 @@
 namespace ringdp::testing {
 namespace {
 
-const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
-const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
-
 // What an operation has on the device and here. Held by the operation, as the buffers of a caller are.
 struct Mirrors {
   explicit Mirrors(SlowDevice& device) : staging(std::make_shared<Staging>(device.make_queue())) {}
@@ -48,10 +44,6 @@ std::vector<float> filled(int rank, std::size_t count, std::size_t salt = 0) {
   std::vector<float> out(count);
   for (std::size_t i = 0; i < count; ++i) out[i] = value(rank, i + salt);
   return out;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 // Some ranks' tensors are on a device, the others' are not: the same operation, the same bits.
@@ -92,36 +84,38 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
 }  // namespace
 
 CASE("an all-reduce of device memory has the bits of one of this memory, whichever ranks have a device") {
-  uint64_t seed = 1;
-  for (int world : {1, 2, 3, 4})
-    for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways})
-      for (std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{16389}, std::size_t{200'003}})
-        for (unsigned staged : {0xffU, 2U}) check_all_reduce(table, world, count, DType::kFloat32, staged, ++seed);
+  const std::array tables{kFoldAlways, kNeverSmall, kTreeAlways};
+  for (uint64_t seed = 0; seed < 36; ++seed) {
+    const std::size_t count = std::array{16'389UL, 120'003UL, seed % 2}[seed / 12];
+    check_all_reduce(tables[seed % 3], 1 + static_cast<int>(seed % 4), count, DType::kFloat32,
+                     seed % 5 < 2 ? 2U : 0xffU, seed);
+  }
 }
 
 CASE("half types, which go pairwise") {
   uint64_t seed = 100;
   for (int world : {2, 3})
-    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kNeverSmall, world, 700'003, DType::kBfloat16, staged, ++seed);
+    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kNeverSmall, world, 300'003, DType::kBfloat16, staged, ++seed);
 }
 
 CASE("half types along a tree, whose sums are wider than they are") {
   uint64_t seed = 200;
   for (int world : {3, 5})
-    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kTreeAlways, world, 300'003, DType::kBfloat16, staged, ++seed);
+    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kTreeAlways, world, 100'003, DType::kBfloat16, staged, ++seed);
 }
 
 CASE("many pieces, copied back before the end") {
-  check_all_reduce(kNeverSmall, 2, 3'000'001, DType::kFloat32, 0xff, 7);
-  check_all_reduce(kFoldAlways, 3, 3'000'001, DType::kFloat32, 0xff, 8);
-  check_all_reduce(kTreeAlways, 4, 1'500'001, DType::kFloat32, 0xff, 9);
+  constexpr std::size_t kCount = 3 * Staging::kPieceBytes / sizeof(float) + 1;
+  check_all_reduce(kNeverSmall, 2, kCount, DType::kFloat32, 0xff, 7);
+  check_all_reduce(kFoldAlways, 3, kCount, DType::kFloat32, 0xff, 8);
+  check_all_reduce(kTreeAlways, 4, kCount, DType::kFloat32, 0xff, 9);
 }
 
 CASE("every other collective") {
   uint64_t seed = 1000;
-  for (int world : {1, 2, 3}) {
+  for (int world : {1, 3}) {
     for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways}) {
-      for (std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{100'007}}) {
+      for (std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{40'007}}) {
         ++seed;
         run_job(world, table, [&](Rank& self) {
           SlowDevice device(seed * 17 + static_cast<uint64_t>(self.rank));
@@ -249,17 +243,17 @@ CASE("input that never comes is a timeout that names the rank and its device, on
       device.hold(false);
       self.runtime->shut_down();
     };
-    run_job(3, table, body, 1500);
+    run_job(3, table, body, 800);
   }
 }
 
 CASE("a group that is aborted in the middle of its copies, and works that nobody waits for") {
-  for (uint64_t seed = 0; seed < 12; ++seed) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
     // They outlive the engines: on a loaded machine `shut_down` gives up before the last copy has ended.
     std::array<SlowDevice, 2> devices{SlowDevice(seed * 2), SlowDevice(seed * 2 + 1)};
     run_job(2, kNeverSmall, [&](Rank& self) {
       SlowDevice& device = devices[static_cast<std::size_t>(self.rank)];
-      auto tensors = std::make_shared<std::vector<std::vector<float>>>(6, filled(self.rank, 400'000));
+      auto tensors = std::make_shared<std::vector<std::vector<float>>>(4, filled(self.rank, 300'000));
       std::vector<std::shared_ptr<Work>> works;
       try {
         for (auto& tensor : *tensors) {

@@ -12,8 +12,6 @@
 namespace ringdp::testing {
 namespace {
 
-const AlgorithmTable kAlwaysRing{0, 0, 0, 0};
-
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // Whether `text` speaks of a rank as somebody: "rank 3 (host …)".
@@ -78,7 +76,7 @@ CASE("a rank that has not called is told of in the log, with what it did last, a
     CHECK_EQ(data[999], 4.0F);
     self.wait(self.group->barrier({}));
   };
-  run_job(4, kAlwaysRing, body, 30'000, options);
+  run_job(4, kNeverSmall, body, 30'000, options);
   for (const std::string& line : listener.lines()) {
     CHECK(contains(line, "all_reduce #2 (float32[1000], SUM)"));
     std::string about = line.substr(line.find(" for "));
@@ -112,7 +110,7 @@ CASE("the stacks of the rank that has not called are fetched from it, and its sc
     self.wait(reduce(self, data));
     self.wait(self.group->barrier({}));
   };
-  run_job(3, kAlwaysRing, body, 30'000, options);
+  run_job(3, kNeverSmall, body, 30'000, options);
   set_stack_source({});
   CHECK(asked >= 1);
   for (const std::string& line : listener.lines()) {
@@ -154,7 +152,7 @@ CASE("a rank that has not called because it waits in an earlier operation is not
     self.wait(reduce(self, data));
     self.wait(self.group->barrier({}));
   };
-  run_job(3, kAlwaysRing, body, 30'000, options);
+  run_job(3, kNeverSmall, body, 30'000, options);
   for (const std::string& line : listener.lines()) {
     std::string about = line.substr(line.find(" for "));
     CHECK(names(about, 1));
@@ -167,7 +165,7 @@ CASE("while bytes move nothing is said, however long it takes") {
   EngineOptions options;
   options.stall_notice_ms = 400;
   run_job(
-      2, kAlwaysRing,
+      2, kNeverSmall,
       [&](Rank& self) {
         std::vector<float> data(1 << 20, 1.0F);
         auto end = Clock::now() + std::chrono::milliseconds(900);
@@ -185,7 +183,7 @@ CASE("while bytes move nothing is said, however long it takes") {
 CASE("at a timeout everybody names the rank that has not come, and nobody else") {
   std::atomic<int> heard{0};
   run_job(
-      4, kAlwaysRing,
+      4, kNeverSmall,
       [&](Rank& self) {
         std::vector<float> data(100'000, 1.0F);
         self.wait(self.group->barrier({}));
@@ -204,7 +202,7 @@ CASE("at a timeout everybody names the rank that has not come, and nobody else")
 CASE("a rank that waits in another group is found there") {
   std::atomic<int> heard{0};
   run_job(
-      2, kAlwaysRing,
+      2, kNeverSmall,
       [&](Rank& self) {
         GroupHandle other(self.runtime, "other", everybody(2), 1200, AlgorithmTable{});
         self.wait(self.group->barrier({}));
@@ -346,7 +344,7 @@ void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expecte
   options.stall_notice_ms = 200;
   if (program_threads > 0) options.check_interrupt = [=] { note_program_threads({program_threads, Clock::now()}); };
   auto body = [&](Rank& self) {
-    GroupHandle other(self.runtime, "other", everybody(self.world), timeout_ms, kAlwaysRing);
+    GroupHandle other(self.runtime, "other", everybody(self.world), timeout_ms, kNeverSmall);
     GroupHandle& mine = self.rank == 0 ? *self.group : other;
     std::vector<float> data(1000, 1.0F);
     try {
@@ -365,7 +363,7 @@ void cross(int world, int program_threads, int64_t timeout_ms, ErrorKind expecte
       CHECK(error.context().peer >= 0);
     }
   };
-  run_job(world, kAlwaysRing, body, timeout_ms, options);
+  run_job(world, kNeverSmall, body, timeout_ms, options);
 }
 
 CASE("ranks that wait for each other in two groups are a mismatch soon, where no thread is left to call") {

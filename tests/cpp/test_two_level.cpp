@@ -1,6 +1,5 @@
 // Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different
 // hosts.
-#include <numeric>
 
 #include "collective/two_level_plan.h"
 #include "collective/two_level_scatter.h"
@@ -11,19 +10,8 @@ using namespace ringdp::testing;
 
 namespace {
 
-const std::vector<std::vector<int>> kLayouts{{0, 0, 1, 1},    {0, 1, 0, 1},          {0, 0, 0, 1},
-                                             {0, 0, 1, 2},    {0, 1, 1, 1, 2, 2},    {0, 1, 2, 2, 1, 0, 0},
-                                             {0, 1, 1, 2, 3}, {0, 0, 0, 0, 0, 1, 1}, {0, 1, 1, 2, 0, 2, 2, 1}};
-
-GroupView view_of(const std::vector<int>& hosts, int rank) {
-  GroupView view;
-  view.rank = rank;
-  view.size = static_cast<int>(hosts.size());
-  view.members.resize(hosts.size());
-  std::iota(view.members.begin(), view.members.end(), 0);
-  view.hosts = hosts;
-  return view;
-}
+const std::vector<std::vector<int>> kLayouts{{0, 0, 1, 1}, {0, 1, 0, 1},          {0, 0, 0, 1},
+                                             {0, 0, 1, 2}, {0, 1, 2, 2, 1, 0, 0}, {0, 1, 1, 2, 0, 2, 2, 1}};
 
 struct OnRank {
   OnRank(const std::vector<int>& hosts, int rank, std::span<std::byte> memory, DType dtype, bool far)
@@ -47,9 +35,9 @@ std::vector<std::pair<std::size_t, std::size_t>> places(const std::vector<StageP
 }  // namespace
 
 CASE("both ends of every stream find the same pieces of the buffer in the same order") {
-  std::vector<std::byte> memory(9 * 1024 * 1024);
+  std::vector<std::byte> memory(5 * 1024 * 1024);
   for (const auto& hosts : kLayouts) {
-    for (std::size_t bytes : {4UL, 64UL, 4096UL, 100'004UL, 1'000'000UL, memory.size()}) {
+    for (std::size_t bytes : {4UL, 4096UL, 1'000'004UL, memory.size()}) {
       for (auto [dtype, far] :
            {std::pair(DType::kFloat32, false), {DType::kBfloat16, false}, {DType::kFloat32, true}}) {
         auto span = std::span(memory).first(bytes);
@@ -173,11 +161,10 @@ CASE("sums of several hosts, several in flight, with small segments") {
       EngineOptions engine;
       engine.segment_bytes = 1000;
       auto runtime = std::make_shared<Runtime>(store, options, engine);
-      AlgorithmTable never_small{.fold_two_ranks_bytes = 0, .fold_sent_bytes = 0};
-      GroupHandle group(runtime, "g", everybody(world), 30'000, never_small);
+      GroupHandle group(runtime, "g", everybody(world), 30'000, kNeverSmall);
       std::vector<std::vector<int32_t>> data;
       std::vector<std::shared_ptr<Work>> works;
-      for (std::size_t count : {1UL, 77UL, 30'000UL, 200'000UL}) {
+      for (std::size_t count : {1UL, 77UL, 100'000UL}) {
         data.emplace_back(count);
         for (std::size_t i = 0; i < count; ++i) data.back()[i] = static_cast<int32_t>(i) + rank;
         works.push_back(group.all_reduce(bytes_of(data.back()), DType::kInt32, ReduceOp::kSum, {}));

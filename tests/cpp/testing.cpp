@@ -3,12 +3,14 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -25,6 +27,7 @@ namespace {
 
 struct Case {
   const char* name;
+  std::string file;  // without its folder and its ending
   void (*body)();
 };
 
@@ -61,19 +64,24 @@ void guarded(const std::function<void()>& body, const std::string& where) {
   }
 }
 
-bool selected(const char* name, const std::vector<std::string_view>& filters) {
-  if (filters.empty()) return true;
-  for (const std::string_view filter : filters)
-    if (std::string_view(name).find(filter) != std::string_view::npos) return true;
-  return false;
+struct Filters {
+  std::string_view file;                // empty: any
+  std::vector<std::string_view> names;  // parts of names; none: any
+};
+
+bool selected(const Case& test, const Filters& filters) {
+  if (!filters.file.empty() && filters.file != test.file) return false;
+  return filters.names.empty() || std::any_of(filters.names.begin(), filters.names.end(), [&](std::string_view part) {
+           return std::string_view(test.name).find(part) != std::string_view::npos;
+         });
 }
 
-int run_all(const std::vector<std::string_view>& filters, unsigned limit_s) {
+int run_all(const Filters& filters, unsigned limit_s) {
   ::signal(SIGALRM, on_alarm);
   int ran = 0;
   int failed = 0;
   for (const Case& test : cases()) {
-    if (!selected(test.name, filters)) continue;
+    if (!selected(test, filters)) continue;
     ++ran;
     failures_in_case = 0;
     running = test.name;
@@ -94,7 +102,9 @@ int run_all(const std::vector<std::string_view>& filters, unsigned limit_s) {
 
 }  // namespace
 
-Registration::Registration(const char* name, void (*body)()) { cases().push_back({name, body}); }
+Registration::Registration(const char* name, const char* file, void (*body)()) {
+  cases().push_back({name, std::filesystem::path(file).stem(), body});
+}
 
 void report_failure(const char* file, int line, const std::string& message) {
   const int before = failures_in_case.fetch_add(1);
@@ -131,18 +141,20 @@ void run_ranks(int world_size, const std::function<void(int rank)>& body) {
 }  // namespace ringdp::testing
 
 int main(int argc, char** argv) {
-  std::vector<std::string_view> filters;
+  ringdp::testing::Filters filters;
   unsigned limit_s = 60;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     if (argument == "--list") {
-      for (const auto& test : ringdp::testing::cases()) std::printf("%s\n", test.name);
+      for (const auto& test : ringdp::testing::cases()) std::printf("%s: %s\n", test.file.c_str(), test.name);
       return 0;
     }
     if (argument == "--limit-s" && i + 1 < argc)
       limit_s = static_cast<unsigned>(std::strtoul(argv[++i], nullptr, 10));
+    else if (argument == "--file" && i + 1 < argc)
+      filters.file = argv[++i];
     else
-      filters.push_back(argument);
+      filters.names.push_back(argument);
   }
   return ringdp::testing::run_all(filters, limit_s);
 }

@@ -4,7 +4,7 @@
 //
 // A failed check is printed and the case goes on; REQUIRE leaves the thread's part of the case. A case that takes
 // longer than its limit (60 s; --limit-s N) ends the process with its name.
-//   test_x [--list] [--limit-s N] [part of a name …]
+//   tests [--list] [--limit-s N] [--file test_x] [part of a name …]
 #pragma once
 
 #include <functional>
@@ -25,7 +25,7 @@ void report_failure(const char* file, int line, const std::string& message);
 void run_ranks(int world_size, const std::function<void(int rank)>& body);
 
 struct Registration {
-  Registration(const char* name, void (*body)());
+  Registration(const char* name, const char* file, void (*body)());
 };
 
 template <class T>
@@ -70,13 +70,19 @@ std::string check_throws(ErrorKind kind, Call&& call, const char* expression, co
 #define RINGDP_JOIN_(a, b) a##b
 #define RINGDP_JOIN(a, b) RINGDP_JOIN_(a, b)
 
-#define CASE(name)                                                                                                 \
-  static void RINGDP_JOIN(case_, __LINE__)();                                                                      \
-  static const ::ringdp::testing::Registration RINGDP_JOIN(registration_, __LINE__)(name,                          \
-                                                                                    RINGDP_JOIN(case_, __LINE__)); \
-  static void RINGDP_JOIN(case_, __LINE__)()
+#define RINGDP_CASE(name, number)                                                                              \
+  static void RINGDP_JOIN(case_, number)();                                                                    \
+  static const ::ringdp::testing::Registration RINGDP_JOIN(registration_, number)(name, __FILE__,              \
+                                                                                  RINGDP_JOIN(case_, number)); \
+  static void RINGDP_JOIN(case_, number)()
+
+#define CASE(name) RINGDP_CASE(name, __COUNTER__)
 
 #define CHECK(condition) ((condition) ? (void)0 : ::ringdp::testing::report_failure(__FILE__, __LINE__, #condition))
+
+// The message is made only where it is needed: there are loops of millions of checks.
+#define CHECK_MSG(condition, message) \
+  ((condition) ? (void)0 : ::ringdp::testing::report_failure(__FILE__, __LINE__, message))
 
 #define REQUIRE(condition)                                               \
   do {                                                                   \
