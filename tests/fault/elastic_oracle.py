@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.fault import elastic_jobs as jobs
 from tests.fault.elastic_jobs import Told, joined
@@ -24,16 +21,6 @@ STEPS = range(4)
 Train = Callable[..., Told]
 Results = tuple[list[str], list[str]]
 """The gradients and the parameters after each step."""
-
-
-def sampled(cases: Sequence[Any], most: int) -> list[Any]:
-    """So many of them for the default tier, always the same; the others are slow."""
-    chosen = random.Random(40).sample(range(len(cases)), most)
-    marks = [() if number in chosen else pytest.mark.slow for number in range(len(cases))]
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
-        for case, mark in zip(cases, marks, strict=True)
-    ]
 
 
 def survivors(outcomes: list[Outcome], ended: dict[int, int]) -> dict[int, Any]:

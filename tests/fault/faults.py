@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
 
 BEFORE = ("forward", "new parameters", "first", "between", "second", "third", "first bucket", "last", "last bucket")
 """A rank that dies there has no part in the step. The others are "after backward", "optimizer" and those of a save."""
@@ -119,3 +123,13 @@ class Faults:
             )
             for step in steps
         ]
+
+
+def sampled(cases: Sequence[Any], most: int) -> list[Any]:
+    """So many of them for the default tier, always the same; the others are slow."""
+    chosen = random.Random(40).sample(range(len(cases)), most)
+    marks = [() if number in chosen else pytest.mark.slow for number in range(len(cases))]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]

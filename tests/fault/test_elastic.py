@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_oracle import changes, check_equal, compare, live, plain, sampled, survivors
-from tests.fault.faults import OUTLIVES_S, PHASES, Faults
+from tests.fault.elastic_oracle import changes, check_equal, compare, live, plain, survivors
+from tests.fault.faults import OUTLIVES_S, PHASES, Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")

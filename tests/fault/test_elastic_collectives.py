@@ -10,8 +10,7 @@ import pytest
 
 from tests.fault import elastic_collective_jobs as jobs
 from tests.fault import elastic_oracle as oracle
-from tests.fault.elastic_oracle import sampled
-from tests.fault.faults import Faults
+from tests.fault.faults import Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")

@@ -10,8 +10,8 @@ import pytest
 from ringdp.compression import Int8
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
-from tests.fault.elastic_oracle import compare, sampled, survivors
-from tests.fault.faults import PHASES, Faults
+from tests.fault.elastic_oracle import compare, survivors
+from tests.fault.faults import PHASES, Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.fault import elastic_store_jobs as jobs
 from tests.fault.elastic_jobs import Told
-from tests.fault.elastic_oracle import STEPS, Results, changes, check_equal, plain, sampled, survivors
-from tests.fault.faults import Faults
+from tests.fault.elastic_oracle import STEPS, Results, changes, check_equal, plain, survivors
+from tests.fault.faults import Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
