@@ -53,7 +53,7 @@ def plain(members: list[tuple[int, ...]], train: Train = jobs.train, **options: 
     key = repr((train.__module__, members, sorted(options.items())))
     if key not in _known:
         with tempfile.TemporaryDirectory(prefix="ringdp-plain-") as folder:
-            world = len(members[0])
+            world = 1 + max(members[0])
             _known[key] = run_ranks(in_turn, folder, train, members, options, world_size=world, backend=None)[
                 members[-1][0]
             ]
