@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_oracle import changes, check_equal, compare, live, plain, survivors
+from tests.fault.elastic_oracle import changes, compare, live, survivors
 from tests.fault.faults import OUTLIVES_S, PHASES, Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
@@ -171,32 +171,3 @@ def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
         assert set(said) == set(jobs.REFUSED)
         for name, (_, text) in said.items():
             assert name in text
-
-
-@pytest.mark.parametrize(("transport", "victim"), sampled([(t, v) for t in ("auto", "tcp") for v in (0, 2)], 2))
-def test_a_rank_with_a_system_error_inside_its_core_is_lost(tmp_path: Path, transport: str, victim: int) -> None:
-    faults = Faults().close_pollers(victim, 1, "backward")
-    options: dict[str, Any] = {"width": 60, "options": {"bucket_cap_mb": 0.01, "reproducible": True}}
-    options["transport"] = transport
-    for place in {0, 1, 2} - {victim}:  # so that the other one has to wait
-        faults = faults.sleep(place, 1, "backward", 0.3)
-    told = live(tmp_path, 3, faults, catch=True, **options)
-    mine = told.pop(victim)
-    assert (mine.extra["error"], mine.extra["rank"]) == ("SystemResourceError", victim)
-    assert f"rank {victim} (host" in mine.extra["text"]
-    assert "Bad file descriptor" in mine.extra["text"]
-    check_equal(told, plain(Faults().kill(victim, 1).members(3, range(4)), **options))
-    for one in told.values():
-        assert "error" not in one.extra, one.extra
-        assert one.sizes == [3, 2, 2, 2]
-
-
-@pytest.mark.parametrize("transport", sampled(["auto", "tcp"], 1))
-def test_a_rank_with_a_system_error_is_named_by_all_ranks_of_another_job(tmp_path: Path, transport: str) -> None:
-    faults = Faults().close_pollers(1, 1, "backward").sleep(0, 1, "backward", 0.3).sleep(2, 1, "backward", 0.3)
-    told = live(tmp_path, 3, faults, elastic=False, catch=True, transport=transport)
-    for place, one in told.items():
-        assert one.extra["error"] == "SystemResourceError", one.extra
-        assert one.extra["rank"] == place
-        assert one.extra["peer"] == (None if place == 1 else 1)
-        assert ("(reported by rank 1 (" in one.extra["text"]) == (place != 1), one.extra
