@@ -17,7 +17,7 @@ from tests.train.harness import ring_is_built, run_outcomes
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 
-@pytest.mark.parametrize("phase", sampled(PHASES, 3))
+@pytest.mark.parametrize("phase", ["last bucket", *sampled([it for it in PHASES if it != "last bucket"], 1)])
 def test_int8_with_error_feedback_in_each_phase(tmp_path: Path, phase: str) -> None:
     told = compare(tmp_path, 3, Faults().kill(1, 2, phase), options={"compression": Int8(error_feedback=True)})
     for one in told.values():
