@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from ringdp import refusals
 from ringdp.compression.codecs.arguments import check_choice
 from ringdp.compression.protocol import Compression, Info, Payload
 from ringdp.compression.registry import register
@@ -55,9 +56,8 @@ class Auto:
 
 
 def refuse() -> NoReturn:
-    raise InvalidArgumentError(
-        'compression="auto" is for RingDP, which measures and chooses while it trains: name a compressor here'
-    )
+    """Raise InvalidArgumentError: something else than RingDP was given it."""
+    refusals.refuse("auto", "ddp_hook")
 
 
 def with_permission(compression: Compression, allow: str | None) -> Compression:

@@ -75,7 +75,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = _group(group)
-        refuse_where_elastic(self._group, "BalancedSampler")
+        refuse_where_elastic(self._group, "sampler")
         self._rank = 0 if self._group is None else self._group.rank()
         ranks = 1 if self._group is None else self._group.size()
 

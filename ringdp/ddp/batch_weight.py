@@ -32,15 +32,14 @@ class BatchWeight:
         self._given: float | None = None
 
     @classmethod
-    def checked(cls, mode: Any, *, delayed: bool) -> BatchWeight | None:
+    def checked(cls, mode: Any) -> BatchWeight | None:
         """Of RingDP's argument ``weight``; None where all ranks count the same.
 
         Args:
             mode: None, or one of `MODES`.
-            delayed: whether some parameters are averaged outside the reducer.
 
         Raises:
-            InvalidArgumentError: another value, or a weight together with delayed parameters.
+            InvalidArgumentError: another value.
         """
         if mode is None:
             return None
@@ -48,11 +47,6 @@ class BatchWeight:
             raise InvalidArgumentError(
                 "RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets),"
                 f" 'call' (what set_weight gives before each forward) or None (all count the same), not {mode!r}"
-            )
-        if delayed:
-            raise InvalidArgumentError(
-                "weight and delay_all_reduce_named_params cannot be combined: the delayed all-reduce counts all ranks"
-                " the same. Leave out one of them"
             )
         return cls(mode)
 
@@ -100,7 +94,6 @@ class WeightedModule:
     module: Any
     require_backward_grad_sync: bool
     _join_config: Any
-    _use_python_reducer: bool
     _weight: BatchWeight | None
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
@@ -125,8 +118,6 @@ class WeightedModule:
         """Called in a forward, with its arguments."""
         if self._weight is None or not torch.is_grad_enabled() or in_backward():
             return
-        if self._use_python_reducer:
-            raise InvalidStateError("RingDP's weight does not work in a compiled backward (compiled_autograd)")
         training = None if self._join_config.enable else self.module.training
         self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync, training)
 

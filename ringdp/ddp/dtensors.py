@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringdp import refusals
 from ringdp.compression.parameters import clean_name
 from ringdp.errors import InvalidArgumentError
 
@@ -119,10 +120,7 @@ class ShardedParameters:
                     "plain parameters only: unfreeze it, then wrap the module"
                 )
             if hasattr(part.whole, "_in_backward_optimizers"):
-                raise InvalidArgumentError(
-                    f"parameter {part.name} is a DTensor with an optimizer in backward, which would step before the "
-                    "mean is there: use a plain optimizer"
-                )
+                refusals.refuse("dtensor", "optimizer in backward")
             local = part.whole._local_tensor
             if part.leaf.data_ptr() != local.data_ptr():
                 part.leaf.data = local.detach()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import distributed
 
-from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
 
 
@@ -88,7 +87,7 @@ def reduction_hook(
     Args:
         precision: torch's ``_MixedPrecision``; without reduce_dtype the reduction has param_dtype.
     """
-    dtype = _reduction_dtype(precision)
+    dtype = sends_as(precision)
     if dtype is None:
         return None
     wrapper_alive = weakref.ref(wrapper)
@@ -102,17 +101,8 @@ def reduction_hook(
     return reduce_in_low_precision
 
 
-def no_compression_beside(precision: Any) -> None:
-    """Raise InvalidArgumentError where `precision`, torch's ``_MixedPrecision`` or None, has a reduction of its own."""
-    dtype = None if precision is None else _reduction_dtype(precision)
-    if dtype is not None:
-        raise InvalidArgumentError(
-            f"mixed_precision sends gradients as {str(dtype).removeprefix('torch.')} and cannot be combined with"
-            " compression: leave out mixed_precision, and call forward under torch.autocast"
-        )
-
-
-def _reduction_dtype(precision: Any) -> torch.dtype | None:
+def sends_as(precision: Any) -> torch.dtype | None:
+    """In which a reduction of its own sends gradients; None where it has none. `precision`: torch's _MixedPrecision."""
     dtype: torch.dtype | None = precision.reduce_dtype or precision.param_dtype
     return dtype
 

@@ -14,21 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.average import all_reduce_mean
 
 
 def has_optimizers(parameters: Iterable[Tensor]) -> bool:
     return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
-
-
-def no_compression_in_backward(parameters: Iterable[Tensor]) -> None:
-    """Raise InvalidArgumentError where optimizers step as soon as a bucket is averaged."""
-    if has_optimizers(parameters):
-        raise InvalidArgumentError(
-            "compression and optimizers that step during backward (_apply_optimizer_in_backward) cannot be combined:"
-            " leave out one of them"
-        )
 
 
 def stepping_hook(
@@ -55,8 +45,8 @@ def stepping_hook(
             gradients = [mean] if mean.is_sparse else bucket.gradients()
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                 optimizers = getattr(parameter, "_in_backward_optimizers", [])
-                if optimizers:
-                    parameter.grad = gradient
+                if optimizers:  # the bucket may have another type (reduce_dtype)
+                    parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
                 for optimizer in optimizers:
                     optimizer.step()
                 if optimizers:

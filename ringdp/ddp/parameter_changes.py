@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringdp import refusals
 from ringdp.compression.parameters import ModelParameter, model_parameters, never_reduced
 from ringdp.compression.tensor_parts import Held, held
 from ringdp.ddp import elastic as repair
@@ -121,14 +122,13 @@ class ChangingModule(CompressedModule):
     parameters_to_ignore: Any
     broadcast_bucket_size: int
     _module_parameters: list[torch.nn.Parameter]
-    _delay_all_reduce_params: list[torch.nn.Parameter]
-    _use_python_reducer: bool
-    _sharded: Any
-    _precision: Any
     _reduced: ReducedGradients
     _snapshot: Any  # ringdp._C.ModuleSnapshot
     _broadcast_new: bool
     _never_reduced: Sequence[ModelParameter] = ()
+
+    def _features(self) -> dict[str, str]:
+        raise NotImplementedError  # RingDP has it
 
     def _follow_parameters(self) -> None:
         """Where the module has changed since the buckets were laid out: compare the changes with all ranks, and lay out
@@ -248,20 +248,11 @@ class ChangingModule(CompressedModule):
         self.logger.set_parameters([one.parameter for one in trainable], [one.name for one in trainable])
 
     def _refuse_to_follow(self, changes: ParameterChanges) -> None:
-        parameters = [*self._module_parameters, *(one.parameter for one in changes.new)]
-        in_the_way = {
-            "DTensor parameters": self._sharded is not None,
-            "mixed_precision": self._precision is not None,
-            "delay_all_reduce_named_params": bool(self._delay_all_reduce_params),
-            "an optimizer in backward": has_optimizers(parameters),
-            "the Python reducer of compiled autograd": self._use_python_reducer,
-        }
-        reasons = [what for what, is_there in in_the_way.items() if is_there]
-        if reasons:
+        given = has_optimizers(one.parameter for one in changes.new)
+        features = self._features() | {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
+        if text := refusals.found(features):
             raise InvalidStateError(
-                f"since the last forward {changes}, which RingDP cannot follow beside {' and '.join(reasons)}: wrap the"
-                " module anew",
-                name=changes.first_name,
+                f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name
             )
 
 

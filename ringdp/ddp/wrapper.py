@@ -14,12 +14,13 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp import config
+from ringdp import config, refusals
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters, never_reduced
 from ringdp.config import report_every
 from ringdp.ddp import elastic as repair
+from ringdp.ddp import in_use
 from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
@@ -41,10 +42,10 @@ from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
-from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, no_compression_beside, reduction_hook
+from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, reduction_hook, sends_as
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.module_state import SentState
-from ringdp.ddp.optimizer_in_backward import has_optimizers, no_compression_in_backward, stepping_hook
+from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
@@ -54,7 +55,7 @@ from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.diagnosis.window import REPORT_FORM
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
 from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
@@ -204,13 +205,14 @@ class RingDP(
         self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
+        self._users_hook = ""  # the name of the registered communication hook
         self._sharded: ShardedParameters | None = None
         chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
         self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
-        self._weight = BatchWeight.checked(weight, delayed=bool(arguments.get("delay_all_reduce_named_params")))
+        self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
         self._reproducible = rank_order.checked(reproducible)
@@ -240,9 +242,9 @@ class RingDP(
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         self._sharded = ShardedParameters.of(self.module, self.process_group)
         if self._sharded is not None:
-            if self._precision is not None:
-                raise InvalidArgumentError("mixed_precision and DTensor parameters cannot be combined: use autocast")
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
+        self._repaired = repair.steps_are_repaired(self)
+        refusals.check(self._features())
         self._refuse_unusable()
         compares = self.__dict__.pop("_compare_models", False)
         if compares:
@@ -264,6 +266,27 @@ class RingDP(
             self._buffers_are_alike()
             self._send_state(0, buffers=self._init_sync_buffers)
         return built
+
+    def _features(self) -> dict[str, str]:
+        """Those of `refusals.FEATURES` that the module and the arguments bring along."""
+        found = {
+            "elastic": self._repaired,
+            "reproducible": self._reproducible,
+            "mixed_precision": self._precision is not None,
+            "low precision": self._precision is not None and sends_as(self._precision) is not None,
+            "weight": self._weight is not None,
+            "dtensor": self._sharded is not None,
+            "optimizer in backward": has_optimizers(self._module_parameters),
+            "skip unused": self.skip_all_reduce_unused_params,
+            "delayed all-reduce": bool(self._delay_all_reduce_params),
+            "guard": bool(self._guard_options.every),
+            "compiled backward": bool(self._use_python_reducer),
+            "compression": self._compression is not None and any(self._compression.compressors),
+        }
+        features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
+        if self._users_hook:
+            features["any hook"] = self._users_hook
+        return features | in_use.of_module(self.module)
 
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
@@ -294,9 +317,6 @@ class RingDP(
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         connect_log()
-        self._repaired = repair.steps_are_repaired(self)
-        if self._repaired:
-            repair.refuse_what_cannot_be_repaired(self)
         if self._reproducible:
             rank_order.add_in_rank_order(self.process_group, self.device_type)
         if "_devices" not in self.__dict__:
@@ -485,10 +505,11 @@ class RingDP(
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
-        if self._repaired:
-            repair.refuse_hook(self.process_group, state, hook)
-        if self._reproducible:
-            rank_order.refuse_hook(hook)
+        refusals.check(self._features() | in_use.of_hook(hook, state, self.process_group))
+        self._take_hook(state, hook)
+        self._users_hook = hook.__qualname__
+
+    def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
@@ -511,18 +532,12 @@ class RingDP(
     def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
         def possible() -> tuple[Rules, int]:
             rules, warmup_steps = asked()
-            if self._reproducible:
-                rank_order.refuse_rules(rules)
-            if self._repaired:
-                repair.refuse_rules(rules)
-            if rules.compress:
-                no_compression_beside(self._precision)
-                no_compression_in_backward(self._module_parameters)
+            refusals.check(self._features() | in_use.of_rules(rules))
             return rules, warmup_steps
 
         attached = super()._attach_compression(possible)
-        if self._repaired and self._compression is not None and self._compression.auto is not None:
-            repair.refuse('compression="auto", where it chooses among codecs,')
+        if self._compression is not None and self._compression.auto is not None:
+            refusals.check(self._features() | {"choosing": ""})
         return attached
 
     # The rest of torch's methods that use the reducer's type.
@@ -553,7 +568,8 @@ class RingDP(
 
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):
-            self.register_comm_hook(None, stepping_hook(self))
+            refusals.check(self._features())  # optimizers may be given after wrapping
+            self._take_hook(None, stepping_hook(self))
             self.reducer._set_optimizer_in_backward()
 
     def _register_delay_all_reduce_hook(

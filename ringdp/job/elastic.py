@@ -13,11 +13,11 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ringdp import config
+from ringdp import config, refusals
 from ringdp.errors import DamagedDataError, ExpelledError, InvalidArgumentError, MembershipChanged, PeerLostError
 
 _log = logging.getLogger("ringdp.elastic")
@@ -31,18 +31,10 @@ def is_elastic(group: dist.ProcessGroup) -> bool:
     return isinstance(group, dist.ProcessGroup) and _C.is_elastic(group)
 
 
-def refuse_where_elastic(group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise InvalidArgumentError if the group goes on without lost members; `what` is the feature that cannot."""
+def refuse_where_elastic(group: dist.ProcessGroup | None, feature: str, name: str = "") -> None:
+    """Raise InvalidArgumentError if the group goes on without lost members, which this feature of the table cannot."""
     if group is not None and is_elastic(group):
-        refuse(what)
-
-
-def refuse(what: str, *, but: str = "") -> NoReturn:
-    """Raise InvalidArgumentError for the feature `what`. `but`: an alternative, for the message."""
-    raise InvalidArgumentError(
-        f"RINGDP_ELASTIC=1: {what} cannot be repeated after the loss of a rank: leave it out, or start without"
-        f" --elastic{f' (there is {but})' if but else ''}"
-    )
+        refusals.refuse("elastic", feature, name)
 
 
 def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> Result:

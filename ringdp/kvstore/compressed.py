@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp import compression
+from ringdp import compression, refusals
 from ringdp.compression import Auto, Compression, Rules, saved
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section
@@ -41,9 +41,7 @@ def compressor_of(spec: Compression | Mapping[str, Any], options: Mapping[str, A
     except TypeError as error:
         raise InvalidArgumentError(f"compression {spec!r}: {error}") from error
     if isinstance(chosen, Auto):
-        raise InvalidArgumentError(
-            "the key-value store cannot choose a compressor by itself: name one, or train with RingDP and 'auto'"
-        )
+        refusals.refuse("auto", "compressed kvstore")
     return chosen
 
 

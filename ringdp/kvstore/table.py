@@ -47,7 +47,7 @@ class Table:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, average: bool, description: str) -> None:
-        refuse_where_elastic(group, "a key-value store")
+        refuse_where_elastic(group, "kvstore")
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.ranks = 1 if group is None else group.size()

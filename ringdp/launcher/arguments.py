@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
+from ringdp import refusals
 from ringdp.config import read_secret
 from ringdp.errors import RingError
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
@@ -320,14 +321,17 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError(f"--evict-after is a number of seconds above 0, got {args.evict_after:g}")
     if not args.elastic:
         return
+    refused = []
     if torchrun.parse_min_max_nnodes(args.nnodes)[0] != max_nodes:
-        raise ValueError(f"--elastic cannot add hosts to a job: give --nnodes one number, not {args.nnodes}")
+        refused.append("hosts that join")
     if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
-        raise ValueError("--elastic on several hosts cannot restart ranks: leave out --max-restarts")
+        refused.append("restarts on several hosts")
     if args.run_path:
-        raise ValueError("--elastic cannot be combined with --run-path: give the script itself")
+        refused.append("run_path")
     if args.logs_specs is not None:
-        raise ValueError("--elastic cannot be combined with --logs-specs: it needs the default folder of logs")
+        refused.append("logs_specs")
+    if refused:
+        raise ValueError(refusals.explain("elastic", refused[0]))
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
@@ -483,7 +487,7 @@ def _views(args: argparse.Namespace) -> Views:
     local_ranks = frozenset(int(part) for part in args.local_ranks_filter.split(",") if part.strip())
     as_torchrun = bool(redirects) or bool(tee) or bool(local_ranks)
     if as_torchrun and args.console is not None:
-        raise ValueError("--console cannot be combined with --redirects, --tee or --local-ranks-filter: leave out one")
+        raise ValueError(refusals.explain("console", "redirects"))
     return Views(
         console=None if as_torchrun else args.console or "errors",
         redirects=redirects,

@@ -95,7 +95,7 @@ class ShardedEmbedding(nn.Module):
         given += f", admitted after {admit_after}, evicted after {evict_after}" if num_embeddings is None else ""
         solitary = group is None and alone("ringdp.nn.ShardedEmbedding")
         self._group = None if solitary else require_member(group, "ringdp.nn.ShardedEmbedding")
-        refuse_where_elastic(self._group, "ShardedEmbedding")
+        refuse_where_elastic(self._group, "embedding")
         rank, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
         self._rank, self._ranks = rank, ranks
 

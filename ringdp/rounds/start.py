@@ -94,7 +94,7 @@ def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
 
 def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
     """Raises InvalidArgumentError where the group cannot carry codes, or its members may change."""
-    refuse_where_elastic(group, who)
+    refuse_where_elastic(group, "rounds", who)
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"

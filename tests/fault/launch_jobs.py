@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests import warm_ranks
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[2]
@@ -155,4 +156,5 @@ def _launch(error: int, folder: str, mark: str, arguments: Sequence[str]) -> Non
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ringdp.launcher.__main__ import main
 
+    warm_ranks.install(mark[:15])
     sys.exit(main(list(arguments)))

@@ -135,7 +135,7 @@ def ignored_and_failing() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         ours(torch.ones(2, 4))  # the second layer is float32
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    with pytest.raises(RuntimeError, match="can only be called once"):
+    with pytest.raises(RuntimeError, match="cannot be combined"):
         ours.register_comm_hook(None, lambda state, bucket: None)
 
 

@@ -53,16 +53,22 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--console", "all", "--tee", "3", "s.py"], "--console cannot be combined with"),
+        (
+            ["--console", "all", "--tee", "3", "s.py"],
+            "--console and --redirects, --tee or --local-ranks-filter cannot be combined",
+        ),
         (["--tee", "7", "s.py"], "7 does not match"),
         (["--secret-file", "/nonexistent/secret", "s.py"], "--secret-file /nonexistent/secret"),
         (["--nnodes", "1:2:3", "s.py"], "nnodes=1:2:3"),
-        (["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"], "--elastic cannot add hosts to a job"),
+        (
+            ["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"],
+            "hosts cannot be added to a job. Give --nnodes one number",
+        ),
         (
             ["--elastic", "-H", "a:1,b:1", "--max-restarts", "1", "s.py"],
-            "--elastic on several hosts cannot restart ranks",
+            "and --max-restarts on several hosts cannot be combined",
         ),
-        (["--elastic", "--run-path", "s.py"], "--elastic cannot be combined with --run-path"),
+        (["--elastic", "--run-path", "s.py"], "--elastic (RINGDP_ELASTIC=1) and --run-path cannot be combined"),
         (["--nnodes", "0", "s.py"], "--nnodes must be a number from 1 on, or MIN:MAX, got 0"),
         (["--nnodes", "2:1", "s.py"], "got 2:1"),
         (["--nnodes", "two", "s.py"], "got two"),

@@ -10,16 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
-from torch.nn.parallel.distributed import _MixedPrecision
 
-from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
-from ringdp.ddp import dtensors, mixed_precision, optimizer_in_backward, reproducible
+from ringdp.ddp import dtensors, optimizer_in_backward, reproducible
 from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.job import elastic
 from ringdp.rounds.exchange import FragmentExchange, Record
 from ringdp.rounds.start import checked_parameters
 
@@ -64,39 +60,9 @@ def stranger() -> None:
 
 TEXTS: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
     (
-        lambda: reproducible.refuse_rules(Rules(compression="auto")),
-        InvalidArgumentError,
-        'reproducible=True and compression="auto" cannot be combined: "auto" chooses by measured speeds. Name a'
-        " compressor",
-    ),
-    (
-        lambda: reproducible.refuse_rules(Rules(compression=OfABucket())),
-        InvalidArgumentError,
-        "reproducible=True and OfABucket() cannot be combined: its `average` may mix the parameters of a bucket. If it"
-        " does not, set per_parameter = True in the class",
-    ),
-    (
-        lambda: reproducible.refuse_hook(powerSGD_hook.powerSGD_hook),
-        InvalidArgumentError,
-        "reproducible=True and the communication hook powerSGD_hook cannot be combined: it may mix the parameters of a"
-        " bucket. If it does not, set powerSGD_hook.per_parameter = True",
-    ),
-    (
         lambda: reproducible.checked(1),
         InvalidArgumentError,
         "RingDP's reproducible must be True or False, not 1",
-    ),
-    (
-        lambda: mixed_precision.no_compression_beside(_MixedPrecision(param_dtype=torch.bfloat16)),
-        InvalidArgumentError,
-        "mixed_precision sends gradients as bfloat16 and cannot be combined with compression: leave out"
-        " mixed_precision, and call forward under torch.autocast",
-    ),
-    (
-        steps_in_backward,
-        InvalidArgumentError,
-        "compression and optimizers that step during backward (_apply_optimizer_in_backward) cannot be combined: leave"
-        " out one of them",
     ),
     (
         other_part,
@@ -106,16 +72,10 @@ TEXTS: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
         " fully_shard needs no RingDP",
     ),
     (
-        lambda: BatchWeight.checked("tokens", delayed=False),
+        lambda: BatchWeight.checked("tokens"),
         InvalidArgumentError,
         "RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets), 'call'"
         " (what set_weight gives before each forward) or None (all count the same), not 'tokens'",
-    ),
-    (
-        lambda: BatchWeight.checked("call", delayed=True),
-        InvalidArgumentError,
-        "weight and delay_all_reduce_named_params cannot be combined: the delayed all-reduce counts all ranks the same."
-        " Leave out one of them",
     ),
     (
         lambda: BatchWeight("call").take((), {}),
@@ -132,12 +92,6 @@ TEXTS: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
         InvalidArgumentError,
         "RingDP(weight='samples') counts the first dimension of the first tensor that the forward gets, and there is a"
         " tensor without dimensions first: call set_weight(number of samples) before the forward",
-    ),
-    (
-        lambda: elastic.refuse("a key-value store", but="a table"),
-        InvalidArgumentError,
-        "RINGDP_ELASTIC=1: a key-value store cannot be repeated after the loss of a rank: leave it out, or start"
-        " without --elastic (there is a table)",
     ),
     (
         counted_alone,

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from ringdp import refusals
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.guard import DivergenceGuard, check_now
 from ringdp.ddp.divergence.options import GuardOptions
-from ringdp.ddp.elastic import refuse
-from ringdp.ddp.reproducible import averages_elements
+from ringdp.ddp.in_use import averages_elements
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.elastic import as_unit
@@ -79,7 +79,7 @@ class GuardedModule:
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
         if self.__dict__.get("_repaired"):
-            refuse("torch's Join")
+            refusals.refuse("elastic", "join")
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[misc]
         make_models_equal = hook.post_hook
 

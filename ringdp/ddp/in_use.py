@@ -1,0 +1,57 @@
+"""The features of `ringdp.refusals` that a module, a communication hook or rules bring along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ringdp import hooks
+from ringdp.compression import Auto, Rules
+from ringdp.compression.description import describe
+
+# Hooks that treat elements one by one, and add by the group's all-reduces.
+ELEMENTWISE_HOOKS = (
+    *(default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook),
+    *(hooks.allreduce_hook, hooks.fp16_hook, hooks.bf16_hook),
+)
+
+
+def averages_elements(hook: Callable[..., Any]) -> bool:
+    """Whether the hook is known to give all ranks the same mean, of each element by itself."""
+    return hook in ELEMENTWISE_HOOKS or bool(getattr(hook, "per_parameter", False))
+
+
+def of_module(module: torch.nn.Module) -> dict[str, str]:
+    sparse = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = any(isinstance(layer, sparse) and layer.sparse for layer in module.modules())
+    return {"sparse gradients": ""} if found else {}
+
+
+def of_hook(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -> dict[str, str]:
+    name = getattr(hook, "__qualname__", repr(hook))
+    found = {
+        "any hook": True,
+        "hook": not any(hook is known for known in ELEMENTWISE_HOOKS),
+        "mixing hook": not averages_elements(hook),
+        "hook of a group": state is not None and state is not group,
+    }
+    return {feature: name for feature, is_found in found.items() if is_found}
+
+
+def of_rules(rules: Rules) -> dict[str, str]:
+    features = {"compression": ""} if rules.compress else {}
+    for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
+        if isinstance(compressor, Auto):
+            features["auto"] = ""
+        elif compressor is not None:
+            if getattr(compressor, "native", None) is None:
+                features["python compressor"] = describe(compressor)
+            if getattr(compressor, "aggregate", "owner") == "rounds" and not getattr(
+                compressor, "per_parameter", False
+            ):
+                features["rounds compressor"] = describe(compressor)
+    return features

@@ -1,0 +1,217 @@
+"""What cannot be used together: the one table. docs/reference/refusals.md is printed from it by `markdown`.
+
+`RingDP` gives `check` the features that are in use; a part that finds an elastic group calls `refuse`. To let two go
+together, delete the row, and the call of `refuse` where there is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+from ringdp.errors import InvalidArgumentError
+
+
+class Row(NamedTuple):
+    """One pair; `{name}` in a text is the object that the user gave.
+
+    Attributes:
+        feature: key in `FEATURES`.
+        other: key in `FEATURES`.
+        why: the reason in a few words.
+        instead: what to do.
+    """
+
+    feature: str
+    other: str
+    why: str
+    instead: str
+
+
+FEATURES = {
+    "elastic": "--elastic (RINGDP_ELASTIC=1)",
+    "reproducible": "reproducible=True",
+    "compression": "compression",
+    "mixed_precision": "mixed_precision",
+    "low precision": "mixed_precision with a reduce_dtype or a param_dtype",
+    "weight": "weight",
+    "dtensor": "DTensor parameters",
+    "optimizer in backward": "an optimizer that steps during backward (_apply_optimizer_in_backward)",
+    "skip unused": "skip_all_reduce_unused_params=True",
+    "delayed all-reduce": "delay_all_reduce_named_params",
+    "guard": "guard_every",
+    "sparse gradients": "a module with sparse gradients",
+    "compiled backward": "a backward that is compiled as one graph",
+    "other parameters": "parameters that are replaced, added or removed after wrapping",
+    "hook": "the communication hook {name}",
+    "any hook": "the communication hook {name}",
+    "mixing hook": "the communication hook {name}",
+    "hook of a group": "the communication hook {name} over another group than the model's",
+    "python compressor": "compression by {name}, which runs in Python,",
+    "rounds compressor": "compression by {name}, whose `average` gets whole buckets,",
+    "auto": 'compression="auto"',
+    "choosing": 'compression="auto", where it chooses among codecs,',
+    "measure_compression": "measure_compression",
+    "join": "torch's Join",
+    "embedding": "ShardedEmbedding",
+    "kvstore": "a key-value store",
+    "compressed kvstore": "the compression of a key-value store",
+    "sampler": "BalancedSampler",
+    "rounds": "averaging in rounds ({name})",
+    "group": "a RingDP whose process group is not that of ringdp.init() on the CPU",
+    "backend": "the backend {name}",
+    "ddp_hook": "ddp_hook or simulate",
+    "hosts that join": "--nnodes with a minimum and a maximum",
+    "restarts on several hosts": "--max-restarts on several hosts",
+    "run_path": "--run-path",
+    "logs_specs": "--logs-specs",
+    "redirects": "--redirects, --tee or --local-ranks-filter",
+    "console": "--console",
+}
+"""What users call each feature."""
+
+
+TABLE = (
+    Row("elastic", "mixed_precision", "its hook is not repeated", "call forward under torch.autocast"),
+    Row(
+        "elastic",
+        "optimizer in backward",
+        "parameters have changed when a step is repeated",
+        "call the optimizer after backward",
+    ),
+    Row("elastic", "skip unused", "the buckets to skip would differ in a repeated step", "leave it out"),
+    Row("elastic", "delayed all-reduce", "only the reducer's all-reduces are repeated", "leave it out"),
+    Row(
+        "elastic",
+        "guard",
+        "its windows count the ranks of the start",
+        "leave it out: parameters are compared within 500 steps anyway",
+    ),
+    Row("elastic", "sparse gradients", "the gathering of their rows is not repeated", "use sparse=False"),
+    Row("elastic", "dtensor", "a lost rank's part of them is lost", "use plain parameters"),
+    Row(
+        "elastic",
+        "compiled backward",
+        "its all-reduces are in the graph, which is not run again",
+        "compile without optimize_ddp='python_reducer'",
+    ),
+    Row(
+        "elastic",
+        "hook",
+        "it may keep state or overwrite a bucket",
+        "use allreduce_hook, fp16_compress_hook, bf16_compress_hook or compression='int8'",
+    ),
+    Row("elastic", "hook of a group", "only the model's group goes on without a lost rank", "give no group"),
+    Row(
+        "elastic",
+        "python compressor",
+        "a repeated step would count its residuals twice",
+        "use the core's codecs, such as int8 and int4",
+    ),
+    Row("elastic", "choosing", "its measurements are not repeated", "name a compressor"),
+    Row("elastic", "measure_compression", "its exact all-reduces are not repeated", "leave it out"),
+    Row("elastic", "join", "ranks without input do not repeat steps", "give all ranks as many batches"),
+    Row("elastic", "embedding", "a lost rank's rows are lost", "use torch.nn.EmbeddingBag"),
+    Row("elastic", "kvstore", "a lost rank's keys are lost", "train with RingDP"),
+    Row("elastic", "sampler", "its split counts the ranks of the start", "use DistributedSampler"),
+    Row("elastic", "rounds", "a round is not repeated", "average in each step"),
+    Row("elastic", "group", "no other group goes on without a lost rank", "give no process_group"),
+    Row("elastic", "hosts that join", "hosts cannot be added to a job", "give --nnodes one number"),
+    Row("elastic", "restarts on several hosts", "the launchers start no rank again", "leave out --max-restarts"),
+    Row("elastic", "run_path", "ranks are watched as processes", "give the script itself"),
+    Row("elastic", "logs_specs", "it needs the default folder of logs", "leave it out"),
+    Row("console", "redirects", "both say where output goes", "leave out one of them"),
+    Row("reproducible", "backend", "only the backend ring adds in rank order", "make a group on ring"),
+    Row("reproducible", "auto", "it chooses by measured speeds", "name a compressor"),
+    Row(
+        "reproducible",
+        "rounds compressor",
+        "it may mix the parameters of a bucket",
+        "set per_parameter = True in its class if it does not",
+    ),
+    Row(
+        "reproducible",
+        "mixing hook",
+        "it may mix the parameters of a bucket",
+        "set {name}.per_parameter = True if it does not",
+    ),
+    Row(
+        "compression",
+        "any hook",
+        "both say how buckets are reduced",
+        "use one of them: ddp_hook makes a hook of a compressor",
+    ),
+    Row("compression", "low precision", "it sends gradients in its own dtype", "call forward under torch.autocast"),
+    Row("compression", "optimizer in backward", "it averages buckets in a hook of its own", "leave out one of them"),
+    Row("any hook", "optimizer in backward", "it averages buckets in a hook of its own", "leave out one of them"),
+    Row("any hook", "low precision", "it reduces buckets in a hook of its own", "call forward under torch.autocast"),
+    Row("low precision", "optimizer in backward", "each needs a hook of its own", "call forward under torch.autocast"),
+    Row(
+        "optimizer in backward",
+        "delayed all-reduce",
+        "it would step before the mean is there",
+        "call the optimizer after backward",
+    ),
+    Row("dtensor", "mixed_precision", "its copies are plain tensors", "call forward under torch.autocast"),
+    Row("dtensor", "optimizer in backward", "it would step before the mean is there", "use a plain optimizer"),
+    Row("other parameters", "dtensor", "its parts are those of the start", "wrap the module anew"),
+    Row("other parameters", "mixed_precision", "its copies are those of the start", "wrap the module anew"),
+    Row("other parameters", "delayed all-reduce", "its list is that of the start", "wrap the module anew"),
+    Row("other parameters", "optimizer in backward", "its hooks are those of the start", "wrap the module anew"),
+    Row("other parameters", "compiled backward", "its graph is that of the start", "wrap the module anew"),
+    Row("weight", "delayed all-reduce", "that all-reduce counts all ranks the same", "leave out one of them"),
+    Row("weight", "compiled backward", "its means are in the graph", "leave out one of them"),
+    Row("auto", "compressed kvstore", "only RingDP measures while it trains", "name a compressor"),
+    Row("auto", "ddp_hook", "only RingDP measures while it trains", "name a compressor"),
+)
+
+_ROWS = {(row.feature, row.other): row for row in TABLE}
+
+
+def explain(feature: str, other: str, name: str = "") -> str:
+    """The message of a row; `name` is the object that the user gave, where the row has a place for it."""
+    row = _ROWS[feature, other]
+    pair = f"{FEATURES[feature]} and {FEATURES[other]}".replace("{name}", name)
+    return f"{pair.removesuffix(',')} cannot be combined: {row.why}. {_advice(row).replace('{name}', name)}"
+
+
+def refuse(feature: str, other: str, name: str = "") -> NoReturn:
+    """Raise InvalidArgumentError with the message of that row."""
+    raise InvalidArgumentError(explain(feature, other, name))
+
+
+def check(in_use: Mapping[str, str]) -> None:
+    """Raise InvalidArgumentError for the first row of the table whose features are both in use.
+
+    Args:
+        in_use: the keys of features; to each the name of the user's object, or "".
+    """
+    if text := found(in_use):
+        raise InvalidArgumentError(text)
+
+
+def found(in_use: Mapping[str, str]) -> str:
+    """As `check`, but returns the message; "" where all go together."""
+    for row in TABLE:
+        if row.feature in in_use and row.other in in_use:
+            return explain(row.feature, row.other, in_use[row.other] or in_use[row.feature])
+    return ""
+
+
+def markdown() -> str:
+    """The page's part that lists the table: a heading for each feature, and a point for each it does not go with."""
+    parts: list[str] = []
+    for feature, rows in itertools.groupby(TABLE, lambda row: row.feature):
+        parts.append(f"## {FEATURES[feature]}\n\n")
+        for row in rows:
+            point = f"- {FEATURES[row.other].removesuffix(',')}: {row.why}. {_advice(row)}".replace("{name}", "…")
+            parts.append(textwrap.fill(point, 128, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+        parts.append("\n")
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _advice(row: Row) -> str:
+    otherwise = ", or start without --elastic" if row.feature == "elastic" else ""
+    return f"{row.instead[:1].upper()}{row.instead[1:]}{otherwise}"
