@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp.errors import MembershipChanged, PeerLostError
-from tests.fault.elastic_jobs import Death, Net, Told, batch, die, hexadecimal, joined, one_step
+from tests.fault.elastic_jobs import Net, Told, batch, hexadecimal, joined, one_step, telling
+from tests.fault.faults import Faults
 
 
 def _scatter(world: int) -> None:
@@ -22,26 +23,9 @@ def _scatter(world: int) -> None:
     dist.scatter(torch.zeros(2), mine, src=0)
 
 
-def _objects(world: int) -> None:
-    dist.broadcast_object_list([{"rank": dist.get_rank()}], src=0)
-
-
-def _gathered_objects(world: int) -> None:
-    dist.all_gather_object([None] * world, dist.get_rank())
-
-
-def _waits_for_the_victim(world: int) -> None:
-    dist.recv(torch.zeros(2), src=1)
-
-
 def _in_flight(world: int) -> None:
-    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
-    for work in works:
+    for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]:
         work.wait()
-
-
-def _all_to_all(world: int) -> None:
-    dist.all_to_all_single(torch.zeros(2 * world), torch.ones(2 * world))
 
 
 CALLS: dict[str, Callable[[int], Any]] = {
@@ -50,11 +34,11 @@ CALLS: dict[str, Callable[[int], Any]] = {
     "all_gather": lambda world: dist.all_gather([torch.zeros(2) for _ in range(world)], torch.ones(2)),
     "all_gather_into_tensor": lambda world: dist.all_gather_into_tensor(torch.zeros(2 * world), torch.ones(2)),
     "reduce_scatter": lambda world: dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(2 * world)),
-    "all_to_all": _all_to_all,
+    "all_to_all": lambda world: dist.all_to_all_single(torch.zeros(2 * world), torch.ones(2 * world)),
     "scatter": _scatter,
-    "all_gather_object": _gathered_objects,
-    "broadcast_object_list": _objects,
-    "recv": _waits_for_the_victim,
+    "all_gather_object": lambda world: dist.all_gather_object([None] * world, dist.get_rank()),
+    "broadcast_object_list": lambda world: dist.broadcast_object_list([{"rank": dist.get_rank()}], src=0),
+    "recv": lambda world: dist.recv(torch.zeros(2), src=1),
     "async": _in_flight,
 }
 
@@ -138,10 +122,17 @@ class Pair(nn.Module):
         return self.head(torch.tanh(self.layer(x)))
 
 
-def everything(folder: str, death: Death, places: tuple[int, ...] | None, steps: range, state: Any) -> dict[str, Any]:
+def everything(
+    folder: str,
+    steps: range,
+    faults: Faults = Faults(),  # noqa: B008
+    *,
+    elastic: bool = True,
+    places: tuple[int, ...] | None = None,
+    state: Any = None,
+) -> Told:
     """Two wrappers whose backward is one, a compiled module, workers that load data, clipping, a schedule, a scaler."""
-    with joined(folder, elastic=places is None) as rank:
-        place = rank if places is None else places[rank]
+    with telling(folder, elastic=elastic, places=places) as (told, place):
         compiled: Any = torch.compile(Pair(), backend="aot_eager")
         first = ringdp.RingDP(compiled)
         second = ringdp.RingDP(Net(8), weight="samples")
@@ -151,28 +142,25 @@ def everything(folder: str, death: Death, places: tuple[int, ...] | None, steps:
         scaler = ringdp.amp.GradScaler("cpu", init_scale=4.0)
         kept: tuple[Any, ...] = (first, second, optimizer, schedule, scaler)
         if state is not None:
-            for one, saved in zip(kept, state, strict=True):
+            for one, saved in zip(kept, state["kept"], strict=True):
                 one.load_state_dict(saved)
         data: Any = [batch(place, step)[0][: 4 + place] for step in steps]
-        told: dict[str, Any] = {"gradients": [], "sizes": []}
         for step, x in zip(steps, torch.utils.data.DataLoader(data, batch_size=None, num_workers=2), strict=True):
-
-            def here(phase: str, step: int = step) -> None:
-                if (place, step, phase) == (death.place, death.step, death.phase) and places is None:
-                    die(death)
-
+            here = faults.at(place, step)
             here("forward")
             loss = first(x).square().mean() + second(x).abs().mean()
-            handle = second.module.first.weight.register_hook(lambda gradient: here("last bucket"))
+            handle = second.module.first.weight.register_hook(lambda gradient, here=here: here("last bucket"))
             scaler.scale(loss).backward()
             handle.remove()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-            told["gradients"].append(hexadecimal([one.grad for one in parameters if one.grad is not None]))
+            told.gradients.append(hexadecimal([one.grad for one in parameters if one.grad is not None]))
             here("optimizer")
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
             optimizer.zero_grad()
-            told["sizes"].append(ringdp.world_size())
-        return told | {"state": [one.state_dict() for one in kept], "parameters": hexadecimal(parameters)}
+            told.parameters.append(hexadecimal(parameters))
+            told.sizes.append(ringdp.world_size())
+        told.state = {"kept": [one.state_dict() for one in kept]}
+    return told

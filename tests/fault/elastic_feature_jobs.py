@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 from unittest import mock
@@ -11,30 +10,25 @@ import torch
 
 import ringdp
 from ringdp.ddp.divergence import attached
-from tests.fault.elastic_jobs import Death, Lines, Net, Told, die, joined, one_step
+from tests.fault.elastic_jobs import Net, Told, one_step, telling
+from tests.fault.faults import Faults
 
 GUARDED_WITHIN = 50  # steps
 
 
-def reports(folder: str, death: Death, more: int) -> dict[str, Any]:
+def reports(folder: str, faults: Faults, more: int) -> dict[str, Any]:
     """Steps that the ranks report to each other; in one a rank dies. Then a replica is changed; `more` follow.
 
     The guard is the one that there is by default, but for its period: the harness waits some seconds after a death.
     """
     os.environ["RINGDP_REPORT_EVERY"] = "2"
-    lines = Lines()
-    logging.getLogger("ringdp").addHandler(lines)
-    with mock.patch.object(attached, "EVERY", GUARDED_WITHIN), joined(folder, elastic=True) as place:
+    with mock.patch.object(attached, "EVERY", GUARDED_WITHIN), telling(folder) as (said, place):
         model = ringdp.RingDP(Net(8))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         told: dict[str, Any] = {}
 
         def step(number: int) -> None:
-            def here(phase: str) -> None:
-                if (place, number, phase) == (death.place, death.step, death.phase):
-                    die(death)
-
-            one_step(model, optimizer, place, number, here, Told())
+            one_step(model, optimizer, place, number, faults.at(place, number), Told())
 
         for number in range(5):
             step(number)
@@ -49,6 +43,5 @@ def reports(folder: str, death: Death, more: int) -> dict[str, Any]:
                 model.module.last.bias += 1.0
         for number in range(15, 15 + more):
             step(number)
-        told["differs"] = any("differ" in line for line in lines.said)
-    logging.getLogger("ringdp").removeHandler(lines)
+    told["differs"] = any("differ" in line for line in said.lines)
     return told

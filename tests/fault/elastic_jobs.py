@@ -1,4 +1,4 @@
-"""What the ranks of test_elastic.py do: train, and die where they are told to."""
+"""What the ranks of elastic jobs do: train, and meet their faults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,25 +23,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ringdp
 from ringdp import checkpoint
 from ringdp.ddp import elastic as repair
-from ringdp.errors import MembershipChanged
-
-OUTLIVES_S = 8.0
-PHASES = ("forward", "first bucket", "last bucket", "after backward", "optimizer")
-
-
-@dataclass(frozen=True)
-class Death:
-    """`place` (its rank at the start) is killed in that step, by that signal.
-
-    `stop_s`: it is stopped for so long instead. `children`: it has so many, which outlive it for some seconds.
-    """
-
-    place: int
-    step: int
-    phase: str
-    stop_s: float = 0.0
-    number: int = signal.SIGKILL
-    children: int = 0
+from ringdp.errors import MembershipChanged, RingError
+from tests.fault.faults import Faults
+from tests.fault.launch_jobs import wait_until
 
 
 @dataclass
@@ -52,6 +37,7 @@ class Told:
         sizes, ranks: of the group, after each step.
         seconds: of each step, from its forward to the end of its backward.
         lines: what ringdp has logged.
+        state, own: what a job that goes on from here begins with; `own`: of this place alone.
         extra: what a test adds.
     """
 
@@ -60,10 +46,9 @@ class Told:
     sizes: list[int] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    began: list[float] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,20 +89,6 @@ def joined(folder: str, *, elastic: bool) -> Iterator[int]:
     ringdp.shutdown()
 
 
-def die(death: Death) -> None:
-    if death.stop_s == 0:
-        for _ in range(death.children):
-            if os.fork() == 0:
-                time.sleep(OUTLIVES_S)
-                os._exit(0)
-        os.kill(os.getpid(), death.number)
-    if os.fork() == 0:
-        time.sleep(death.stop_s)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -127,10 +98,21 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
+@contextlib.contextmanager
+def telling(folder: str, *, elastic: bool = True, places: tuple[int, ...] | None = None) -> Iterator[tuple[Told, int]]:
+    """In a job, what this rank tells, and its place; `places`: whose data this job's ranks have; None: their own."""
+    told, lines = Told(), Lines()
+    logging.getLogger("ringdp").addHandler(lines)
+    with joined(folder, elastic=elastic) as rank:
+        yield told, rank if places is None else places[rank]
+    told.lines = lines.said
+    logging.getLogger("ringdp").removeHandler(lines)
+
+
 def train(
     folder: str,
     steps: range,
-    deaths: tuple[Death, ...] = (),
+    faults: Faults = Faults(),  # noqa: B008
     *,
     elastic: bool = True,
     places: tuple[int, ...] | None = None,
@@ -146,18 +128,19 @@ def train(
     hook: str = "",
     freeze: tuple[int, ...] = (),
     replace: int | None = None,
+    catch: bool = False,
+    transport: str = "auto",
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
     `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
     `replace`: in this step the last layer is replaced.
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
-    `places`: whose data this job's ranks have; None: their own. `each_step`: a name in `EACH_STEP`, or "checkpoint"."""
-    told, lines = Told(), Lines()
-    logging.getLogger("ringdp").addHandler(lines)
-    with joined(folder, elastic=elastic) as rank:
-        place = rank if places is None else places[rank]
+    `each_step`: a name in `EACH_STEP`, or "checkpoint".
+    `catch`: a step's error is told, and the process lives until the other ranks have ended the step."""
+    os.environ["RINGDP_TRANSPORT"] = transport
+    with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm, branches=branches)
-        model = ringdp.RingDP(net, bucket_cap_mb=0.1, **{"reproducible": width > 100, **(options or {})})
+        model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})})
         if hook:
             HOOKS[hook](model)
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
@@ -168,21 +151,25 @@ def train(
                 scaler.load_state_dict(state["scaler"])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            model.reducer.give_residuals(state["residuals"][place])
+            model.reducer.give_residuals(state["residuals"])
         for step in steps:
-            mine = [death for death in deaths if death.place == place and death.step == step]
-
-            def here(phase: str, mine: list[Death] = mine) -> None:
-                for death in mine:
-                    if death.phase == phase:
-                        die(death)
-
-            if scaler is not None:
-                scaled_step(model, optimizer, scaler, place, step, here, told, infinite=overflow == (place, step))
-            else:
-                named = {"accumulate": accumulate, "uneven": uneven, "freeze": step in freeze}
-                with replacing(model, optimizer, place, here) if step == replace else contextlib.nullcontext():
-                    one_step(model, optimizer, place, step, here, told, **named)
+            here = faults.at(place, step)
+            try:
+                if scaler is not None:
+                    scaled_step(model, optimizer, scaler, place, step, here, told, infinite=overflow == (place, step))
+                else:
+                    named = {"accumulate": accumulate, "uneven": uneven, "freeze": step in freeze}
+                    with replacing(model, optimizer, place, here) if step == replace else contextlib.nullcontext():
+                        one_step(model, optimizer, place, step, here, told, **named)
+            except RingError as error:
+                if not catch:
+                    raise
+                told.extra |= {"error": type(error).__name__, "text": str(error)}
+                told.extra |= {"rank": error.rank, "peer": getattr(error, "peer", None)}
+                ended(folder, step, place)
+                return told
+            if catch and elastic:
+                Path(folder, f"ended-{step}-{place}").touch()
             if each_step == "checkpoint":
                 save(folder, step, model, here)
             elif each_step:
@@ -193,10 +180,15 @@ def train(
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
         told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
-        told.state["residuals"] = model.reducer.take_residuals(list(range(len(list(model.parameters())))))
-    told.lines = lines.said
-    logging.getLogger("ringdp").removeHandler(lines)
+        told.own = {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
     return told
+
+
+def ended(folder: str, step: int, place: int) -> None:
+    """This process lives until all three ranks have ended the step."""
+    Path(folder, f"ended-{step}-{place}").touch()
+    paths = [Path(folder, f"ended-{step}-{other}") for other in range(3)]
+    wait_until(lambda: all(path.exists() for path in paths), "the step's end on the other ranks", 15)
 
 
 EACH_STEP: dict[str, Callable[[Any, int], Any]] = {
@@ -231,7 +223,6 @@ def one_step(
     if uneven:
         x, y = (part[: 6 + (place + step) % 3] for part in (x, y))
     began = time.monotonic()
-    told.began.append(time.time())
     here("forward")
     if accumulate:
         with model.no_sync():
@@ -240,6 +231,7 @@ def one_step(
     if freeze:
         net.middle.requires_grad_(not net.middle.weight.requires_grad)
     loss = (model(x, place) - y).square().mean()
+    here("backward")
     handles = [
         net.last.weight.register_hook(lambda gradient: here("first bucket")),
         net.first.weight.register_hook(lambda gradient: here("last bucket")),
@@ -248,7 +240,6 @@ def one_step(
     for handle in handles:
         handle.remove()
     told.seconds.append(time.monotonic() - began)
-    told.ended.append(time.time())
     here("after backward")
     told.gradients.append(hexadecimal([torch.zeros(1) if one.grad is None else one.grad for one in net.parameters()]))
     half_by_half(optimizer, list(net.parameters()), here)
@@ -405,60 +396,49 @@ def goes_on_from_its_checkpoint(folder: str, victim: int) -> dict[str, Any]:
         return {"parameters": hexadecimal(list(model.parameters())), "again": again, "made": made}
 
 
-def refusals(folder: str, kinds: tuple[str, ...]) -> dict[str, str]:
-    """What RingDP says to each of these."""
-    said: dict[str, str] = {}
+def refusals(folder: str) -> dict[str, tuple[str, str]]:
+    """The class and the text with which each of `REFUSED` is refused."""
+    said: dict[str, tuple[str, str]] = {}
     with joined(folder, elastic=True):
-        for kind in kinds:
+        for kind, call in REFUSED.items():
             try:
-                _refused(kind)
+                call(Net(8))
             except (ringdp.InvalidArgumentError, ringdp.RingError) as error:
-                said[kind] = f"{type(error).__name__}: {error}"
+                said[kind] = (type(error).__name__, str(error))
         dist.barrier()
     return said
 
 
-def _refused(kind: str) -> None:
-    net = Net(8)
-    if kind == "compression":
-        ringdp.RingDP(net, compression=ringdp.compression.TopK(0.1))
-    elif kind == "compression set later":
-        ringdp.RingDP(net).set_compression(ringdp.compression.PowerSGD(2))
-    elif kind == "measuring":
-        ringdp.RingDP(Net(300), compression="int8").measure_compression(every=2)
-    elif kind == "guard":
-        ringdp.RingDP(net, guard_every=10)
-    elif kind == "skipping":
-        ringdp.RingDP(net, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    elif kind == "mixed precision":
-        ringdp.RingDP(net, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    elif kind == "local sgd":
-        ringdp.LocalSGD(net, torch.optim.SGD(net.parameters(), 0.1), every=4)
-    elif kind == "sparse":
-        ringdp.RingDP(nn.Embedding(5, 2, sparse=True))
-    elif kind == "hook":
-        ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook)
-    elif kind == "hook of the program":
+def _hook_of_the_program(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    raise NotImplementedError
 
-        def mine(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-            raise NotImplementedError
 
-        ringdp.RingDP(net).register_comm_hook(None, mine)
-    elif kind == "hook over another group":
-        ringdp.RingDP(net).register_comm_hook(dist.new_group([0, 1]), ringdp.hooks.allreduce_hook)
-    elif kind == "join":
-        with ringdp.RingDP(net).join():
-            pass
-    elif kind == "subgroup":
-        group = dist.new_group([0, 1])
-        ringdp.RingDP(net, process_group=group)
-    elif kind == "sampler":
-        ringdp.data.BalancedSampler(100, 10)
-    elif kind == "kvstore":
-        ringdp.kvstore.create("dist_sync")
-    elif kind == "sharded embedding":
-        ringdp.nn.ShardedEmbedding(10, 2)
-    elif kind == "diloco":
-        ringdp.DiLoCo(net, torch.optim.SGD(net.parameters(), 0.1), every=4)
-    elif kind == "sparse all_reduce":
-        dist.all_reduce(torch.eye(2).to_sparse())
+def _sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), 0.1)
+
+
+REFUSED: dict[str, Callable[[Net], Any]] = {
+    "TopK": lambda net: ringdp.RingDP(net, compression=ringdp.compression.TopK(0.1)),
+    "PowerSGD": lambda net: ringdp.RingDP(net).set_compression(ringdp.compression.PowerSGD(2)),
+    "measure_compression": lambda net: ringdp.RingDP(Net(300), compression="int8").measure_compression(every=2),
+    "guard_every": lambda net: ringdp.RingDP(net, guard_every=10),
+    "skip_all_reduce_unused_params": lambda net: ringdp.RingDP(
+        net, find_unused_parameters=True, skip_all_reduce_unused_params=True
+    ),
+    "mixed_precision": lambda net: ringdp.RingDP(net, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)),
+    "LocalSGD": lambda net: ringdp.LocalSGD(net, _sgd(net), every=4),
+    "sparse gradients": lambda net: ringdp.RingDP(nn.Embedding(5, 2, sparse=True)),
+    "communication hook noop_hook": lambda net: ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook),
+    "_hook_of_the_program": lambda net: ringdp.RingDP(net).register_comm_hook(None, _hook_of_the_program),
+    "another group": lambda net: ringdp.RingDP(net).register_comm_hook(
+        dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
+    ),
+    "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
+    "default process group": lambda net: ringdp.RingDP(net, process_group=dist.new_group([0, 1])),
+    "BalancedSampler": lambda net: ringdp.data.BalancedSampler(100, 10),
+    "key-value store": lambda net: ringdp.kvstore.create("dist_sync"),
+    "ShardedEmbedding": lambda net: ringdp.nn.ShardedEmbedding(10, 2),
+    "DiLoCo": lambda net: ringdp.DiLoCo(net, _sgd(net), every=4),
+    "sparse tensors": lambda net: dist.all_reduce(torch.eye(2).to_sparse()),
+}
+"""By words of the refusal."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ringdp
-from tests.fault.elastic_jobs import HOOKS, Death, Lines, Told, batch, die, hexadecimal, joined
+from tests.fault.elastic_jobs import HOOKS, Told, batch, hexadecimal, joined, telling
+from tests.fault.faults import Faults
 
 WIDTH = 40
-PHASES = ("forward", "first", "between", "second", "third", "last", "after backward")
-"""Of a step: its backward reaches the last layer of one network after the other, from the last network to the first;
-"between": the second one's output; "last": the first layer of the first network."""
 
 
 class Part(nn.Module):
@@ -89,7 +86,7 @@ SHAPES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, int]]]] = {
 def train(
     folder: str,
     steps: range,
-    deaths: tuple[Death, ...] = (),
+    faults: Faults = Faults(),  # noqa: B008
     *,
     elastic: bool = True,
     places: tuple[int, ...] | None = None,
@@ -100,13 +97,12 @@ def train(
     alone: bool = False,
     keyword: dict[str, Any] | None = None,
 ) -> Told:
-    """`options`: of each wrapper. `hook`: of the second one. `alone`: in odd steps the first network averages nothing.
+    """A step's backward reaches the last layer of one network after the other, from the last network to the first.
+    Its phases: "first", "second", "third"; "between": the second one's output; "last": the first network's first layer.
+    `options`: of each wrapper. `hook`: of the second one. `alone`: in odd steps the first network averages nothing.
     `keyword`: of backward."""
-    told, lines = Told(), Lines()
-    logging.getLogger("ringdp").addHandler(lines)
     loss_of, sizes = SHAPES[shape]
-    with joined(folder, elastic=elastic) as rank:
-        place = rank if places is None else places[rank]
+    with telling(folder, elastic=elastic, places=places) as (told, place):
         models = [
             ringdp.RingDP(Part(number, *size), bucket_cap_mb=0.001, **{"reproducible": True, **options[number]})
             for number, size in enumerate(sizes)
@@ -119,25 +115,19 @@ def train(
             for model, its in zip(models, state["models"], strict=True):
                 model.load_state_dict(its)
             optimizer.load_state_dict(state["optimizer"])
-            for model, residuals in zip(models, state["residuals"][place], strict=True):
+            for model, residuals in zip(models, state["residuals"], strict=True):
                 model.reducer.give_residuals(residuals)
-            for one, gradient in zip(parameters, state["left"][place], strict=True):
+            for one, gradient in zip(parameters, state["left"], strict=True):
                 one.grad = gradient
         for step in steps:
-            mine = [death for death in deaths if (death.place, death.step) == (place, step)]
-
-            def here(phase: str, mine: list[Death] = mine) -> None:
-                for death in mine:
-                    if death.phase == phase:
-                        die(death)
-
+            here = faults.at(place, step)
             here("forward")
             x, y = batch(place, step)
             handles = [
-                model.module.last.weight.register_hook(lambda gradient, phase=phase: here(phase))
+                model.module.last.weight.register_hook(lambda gradient, here=here, phase=phase: here(phase))
                 for model, phase in zip(reversed(models), ("first", "second", "third"), strict=False)
             ]
-            handles.append(models[0].module.first.weight.register_hook(lambda gradient: here("last")))
+            handles.append(models[0].module.first.weight.register_hook(lambda gradient, here=here: here("last")))
             with models[0].no_sync() if alone and step % 2 else contextlib.nullcontext():
                 loss = loss_of(models, x, y, here)
             loss.backward(**(keyword or {}))
@@ -153,11 +143,11 @@ def train(
         told.state = {
             "models": [{name: value.clone() for name, value in model.state_dict().items()} for model in models],
             "optimizer": optimizer.state_dict(),
+        }
+        told.own = {
             "residuals": [model.reducer.take_residuals(list(range(len(list(model.parameters()))))) for model in models],
             "left": [None if one.grad is None else one.grad.clone() for one in parameters],
         }
-    told.lines = lines.said
-    logging.getLogger("ringdp").removeHandler(lines)
     return told
 
 

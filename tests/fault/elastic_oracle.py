@@ -2,67 +2,95 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
+import tempfile
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tests.fault import elastic_jobs as jobs
-from tests.fault.elastic_jobs import PHASES, Death, Told
-from tests.train.harness import run_outcomes, run_ranks
+from tests.fault.elastic_jobs import Told
+from tests.fault.faults import Faults
+from tests.fault.launch_jobs import wait_until
+from tests.train import harness
+from tests.train.harness import Outcome, run_outcomes, run_ranks
 
 STEPS = range(4)
+Train = Callable[..., Told]
+Results = tuple[list[str], list[str]]
+"""The gradients and the parameters after each step."""
 
 
-def live(
-    folder: Path, world: int, deaths: tuple[Death, ...], train: Callable[..., Told] = jobs.train, **options: Any
-) -> dict[int, Told]:
-    """By place, what the ranks tell that live to the end. All others have died."""
-    outcomes = run_outcomes(train, str(folder), STEPS, deaths, world_size=world, backend=None, **options)
-    dead = {death.place: death.number for death in deaths if death.stop_s == 0}
+def survivors(outcomes: list[Outcome], ended: dict[int, int]) -> dict[int, Any]:
+    """By place, what the ranks tell that live to the end. All others were ended by their signals."""
     for outcome in outcomes:
-        if outcome.rank in dead:
-            assert f"died with code -{dead[outcome.rank]}" in (outcome.text or "")
+        if outcome.rank in ended:
+            assert f"died with code -{ended[outcome.rank]}" in (outcome.text or "")
         else:
             assert outcome.text is None, outcome.text
-    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in dead}
+    return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in ended}
 
 
-def plain(
-    folder: Path, members: list[tuple[int, ...]], train: Callable[..., Told] = jobs.train, **options: Any
-) -> tuple[list[str], list[str]]:
-    """The gradients and parameters of a job without elasticity, in which exactly these have made each step.
+def live(folder: Path, world: int, faults: Faults, train: Train = jobs.train, **options: Any) -> dict[int, Told]:
+    outcomes = run_outcomes(train, str(folder), STEPS, faults, world_size=world, backend=None, **options)
+    return survivors(outcomes, faults.ended())
 
-    A new job begins where the members change. Each of its ranks has what error feedback of the same place held.
-    """
+
+def compare(folder: Path, world: int, faults: Faults, train: Train = jobs.train, **options: Any) -> dict[int, Told]:
+    """A job with these faults, whose results have to be those of jobs without elasticity."""
+    told = live(folder, world, faults, train, **options)
+    check_equal(told, plain(faults.members(world, STEPS), train, **options))
+    return told
+
+
+_known: dict[str, Results] = {}
+
+
+def plain(members: list[tuple[int, ...]], train: Train = jobs.train, **options: Any) -> Results:
+    """Of jobs without elasticity, in which exactly these have made each step."""
+    key = repr((train.__module__, members, sorted(options.items())))
+    if key not in _known:
+        with tempfile.TemporaryDirectory(prefix="ringdp-plain-") as folder:
+            world = 1 + max(members[0])
+            results = run_ranks(in_turn, folder, train, members, options, world_size=world, backend=None)
+        _known[key] = results[members[-1][0]]
+        if len(set(members)) > 1:  # the processes number their groups, and have not made as many
+            harness._group(world).kill()
+    return _known[key]
+
+
+def in_turn(folder: str, train: Train, members: list[tuple[int, ...]], options: dict[str, Any]) -> Results:
+    """On a rank: a new job begins where the members change, with the first rank's state and what is each rank's own."""
+    me = int(os.environ["RANK"])
     gradients: list[str] = []
     parameters: list[str] = []
-    state = None
+    state: dict[str, Any] | None = None
+    own: dict[str, Any] = {}
     for places, steps in groupby(STEPS, lambda step: members[step - STEPS.start]):
         made = list(steps)
-        own = folder / f"plain{made[0]}"
-        own.mkdir()
-        told: list[Told] = run_ranks(
-            train,
-            str(own),
-            range(made[0], made[-1] + 1),
-            elastic=False,
-            places=places,
-            state=state,
-            world_size=len(places),
-            backend=None,
-            **options,
-        )
-        gradients += told[0].gradients
-        parameters += told[0].parameters
-        state = told[0].state
-        for own_of_each in ("residuals", "left"):
-            state[own_of_each] = {place: one.state.get(own_of_each) for place, one in zip(places, told, strict=True)}
+        if me not in places:
+            break
+        os.environ |= {"RANK": str(places.index(me)), "WORLD_SIZE": str(len(places))}
+        begin, end = (Path(folder, f"state-{step}") for step in (made[0], made[-1] + 1))
+        if made[0] != STEPS.start:
+            wait_until(begin.exists, "the state")
+            state = pickle.loads(begin.read_bytes()) | own
+        at = Path(folder, str(made[0]))
+        at.mkdir(exist_ok=True)
+        told = train(str(at), range(made[0], made[-1] + 1), elastic=False, places=places, state=state, **options)
+        gradients += told.gradients
+        parameters += told.parameters
+        own = told.own
+        if me == places[0]:
+            end.with_suffix(".new").write_bytes(pickle.dumps(told.state))
+            end.with_suffix(".new").rename(end)
     return gradients, parameters
 
 
-def check_equal(told: dict[int, Told], expected: tuple[list[str], list[str]]) -> None:
+def check_equal(told: dict[int, Told], expected: Results) -> None:
     for place, one in told.items():
         assert one.gradients == expected[0], f"gradients of place {place}"
         assert one.parameters == expected[1], f"parameters of place {place}"
@@ -73,16 +101,3 @@ def changes(told: dict[int, Told]) -> list[str]:
     same = [[re.sub(r"; [0-9.]+ s$", "", line) for line in one.lines if " lost " in line] for one in told.values()]
     assert all(lines == same[0] for lines in same), same
     return same[0]
-
-
-def members_after(world: int, deaths: tuple[Death, ...]) -> list[tuple[int, ...]]:
-    """Who has made each step: a rank that died behind its backward has."""
-    members = []
-    for step in STEPS:
-        gone = {
-            death.place
-            for death in deaths
-            if death.step < step or (death.step == step and PHASES.index(death.phase) < PHASES.index("after backward"))
-        }
-        members.append(tuple(place for place in range(world) if place not in gone))
-    return members

@@ -13,16 +13,17 @@ from torch._C._distributed_c10d import Store
 
 from ringdp import _C
 from tests.fault import elastic_jobs
-from tests.fault.elastic_jobs import Death, Told
+from tests.fault.elastic_jobs import Told
+from tests.fault.faults import Faults
 
 OF_A_CHANGE = "/elastic/"
 """In the keys of a change, and in no others."""
 
 
-def train(folder: str, steps: range, deaths: tuple[Death, ...], *, place: int, at: int | str, **options: Any) -> Told:
+def train(folder: str, steps: range, faults: Faults, *, place: int, at: int | str, **options: Any) -> Told:
     """As `elastic_jobs.train`; `place` is killed as `DyingStore` has it."""
     if int(os.environ["RANK"]) != place:
-        return elastic_jobs.train(folder, steps, deaths, **options)
+        return elastic_jobs.train(folder, steps, faults, **options)
     create = _C.create_process_group
     stores = []
 
@@ -31,7 +32,7 @@ def train(folder: str, steps: range, deaths: tuple[Death, ...], *, place: int, a
         return create(**named | {"store": stores[-1]})
 
     with mock.patch.object(_C, "create_process_group", create_with_it):
-        return elastic_jobs.train(folder, steps, deaths, **options)
+        return elastic_jobs.train(folder, steps, faults, **options)
 
 
 class DyingStore(Store):

@@ -32,21 +32,14 @@ def curves(folder: Path, losses: tuple[Loss, ...], *, elastic: bool) -> list[Cur
 @pytest.mark.parametrize(
     "losses",
     [
-        (Loss(2, 5), Loss(0, 11, late=True)),
+        (Loss(1, 7),),
         (Loss(0, 3, late=True), Loss(1, 4)),
+        pytest.param((Loss(2, 5), Loss(0, 11, late=True)), marks=pytest.mark.slow),
     ],
-    ids=["another_then_rank_0", "rank_0_then_another"],
+    ids=["one", "rank_0_then_another", "another_then_rank_0"],
 )
 def test_the_loss_curve_is_that_of_a_script_that_drops_the_same_ranks(tmp_path: Path, losses: tuple[Loss, ...]) -> None:
-    (scripted,) = curves(tmp_path, losses, elastic=False)
-    (survivor,) = curves(tmp_path, losses, elastic=True)
-    assert len(survivor.losses) == STEPS
-    assert survivor.losses == scripted.losses
-    assert survivor.parameters == scripted.parameters
-
-
-def test_two_that_are_left_have_one_curve(tmp_path: Path) -> None:
-    losses = (Loss(1, 7),)
-    scripted = curves(tmp_path, losses, elastic=False)
-    survivors = curves(tmp_path, losses, elastic=True)
-    assert survivors[0].losses == survivors[1].losses == scripted[0].losses == scripted[1].losses
+    scripted = curves(tmp_path, losses, elastic=False)[0]
+    assert len(scripted.losses) == STEPS
+    for survivor in curves(tmp_path, losses, elastic=True):
+        assert survivor == scripted

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.fault import elastic_joint_jobs as jobs
-from tests.fault.elastic_jobs import Death
-from tests.fault.elastic_joint_jobs import PHASES
-from tests.fault.elastic_oracle import STEPS, changes, check_equal, live, plain
+from tests.fault import elastic_oracle as oracle
+from tests.fault.faults import Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -19,86 +18,70 @@ pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built
 INSIDE = ("first", "between", "second", "last")
 
 
-def members_after(world: int, deaths: tuple[Death, ...]) -> list[tuple[int, ...]]:
-    """Who has made each step: a rank that died behind its backward has."""
-    return [
-        tuple(
-            place
-            for place in range(world)
-            if not any(
-                death.place == place and (death.step < step or (death.step == step and death.phase != PHASES[-1]))
-                for death in deaths
-            )
-        )
-        for step in STEPS
-    ]
+def compare(folder: Path, faults: Faults, world: int = 3, **options: Any) -> list[str]:
+    return oracle.changes(oracle.compare(folder, world, faults, jobs.train, **options))
 
 
-def compare(folder: Path, deaths: tuple[Death, ...], world: int = 3, **options: Any) -> list[str]:
-    told = live(folder, world, deaths, jobs.train, **options)
-    check_equal(told, plain(folder, members_after(world, deaths), jobs.train, **options))
-    return changes(told)
-
-
-@pytest.mark.parametrize("phase", ["forward", *INSIDE, "after backward"])
+@pytest.mark.parametrize("phase", ["after backward", *sampled(["forward", *INSIDE], 3)])
 def test_two_of_which_one_feeds_the_other(tmp_path: Path, phase: str) -> None:
-    (line,) = compare(tmp_path, (Death(1, 2, phase),))
+    (line,) = compare(tmp_path, Faults().kill(1, 2, phase))
     if phase in INSIDE:
         assert "; step 3 was made again without the part of rank 1: its batch is in no step" in line
 
 
-@pytest.mark.parametrize("phase", INSIDE)
-@pytest.mark.parametrize("shape", ["repeated", "repeated inside"])
-def test_one_whose_backward_runs_inside_the_others(tmp_path: Path, shape: str, phase: str) -> None:
-    if (shape, phase) == ("repeated inside", "between"):
-        pytest.skip("there is no such place")
-    compare(tmp_path, (Death(0, 1, phase),), shape=shape)
-
-
-@pytest.mark.parametrize("phase", ["between", "last"])
-def test_one_that_is_recomputed(tmp_path: Path, phase: str) -> None:
-    compare(tmp_path, (Death(1, 2, phase),), shape="recomputed")
-
-
-@pytest.mark.parametrize("phase", ["first", "second"])
-def test_two_beside_each_other(tmp_path: Path, phase: str) -> None:
-    compare(tmp_path, (Death(2, 1, phase),), shape="side by side")
-
-
-def test_three_and_two_deaths_down_to_one(tmp_path: Path) -> None:
-    compare(tmp_path, (Death(0, 1, "second"), Death(2, 2, "third")), shape="three")
-
-
-def test_two_deaths_in_one_backward(tmp_path: Path) -> None:
-    compare(tmp_path, (Death(0, 1, "between"), Death(2, 1, "last")), world=4)
+SHAPES = {
+    "repeated": [Faults().kill(0, 1, phase) for phase in INSIDE],  # its backward runs inside the other's
+    "repeated inside": [Faults().kill(0, 1, phase) for phase in INSIDE if phase != "between"],
+    "recomputed": [Faults().kill(1, 2, "between"), Faults().kill(1, 2, "last")],
+    "side by side": [Faults().kill(2, 1, "first"), Faults().kill(2, 1, "second")],
+    "repeated twice": [Faults().kill(1, 2, "forward")],  # it counts each time
+    "three": [Faults().kill(0, 1, "second").kill(2, 2, "third")],
+}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("shape", "faults"),
     [
-        {"options": ({"compression": "int8"}, {}, {})},
-        {"options": ({}, {"compression": "int4"}, {})},
-        {"options": ({"weight": "samples"}, {"gradient_as_bucket_view": False}, {})},
-        {"hook": "allreduce"},
-        {"keyword": {"retain_graph": True}},
+        pytest.param(shape, case.values[0], marks=case.marks, id=f"{shape}-{number}")
+        for shape, faults in SHAPES.items()
+        for number, case in enumerate(sampled(faults, (len(faults) + 1) // 2))
     ],
-    ids=["int8 first", "int4 second", "weights", "hook", "retain_graph"],
 )
-@pytest.mark.parametrize("phase", ["between", "last"])
-def test_options_of_one_of_them(tmp_path: Path, phase: str, options: dict[str, Any]) -> None:
-    compare(tmp_path, (Death(1, 1, phase), Death(0, 2, "first")), **options)
+def test_each_way_in_which_backwards_meet(tmp_path: Path, shape: str, faults: Faults) -> None:
+    compare(tmp_path, faults, shape=shape)
+
+
+def test_two_deaths_in_one_backward(tmp_path: Path) -> None:
+    compare(tmp_path, Faults().kill(0, 1, "between").kill(2, 1, "last"), world=4)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "int8 first": {"options": ({"compression": "int8"}, {}, {})},
+    "int4 second": {"options": ({}, {"compression": "int4"}, {})},
+    "weights": {"options": ({"weight": "samples"}, {"gradient_as_bucket_view": False}, {})},
+    "hook": {"hook": "allreduce"},
+    "retain_graph": {"keyword": {"retain_graph": True}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        case
+        for number, name in enumerate(OPTIONS)
+        for case in sampled([(name, "between"), (name, "last")][:: 1 - 2 * (number % 2)], 1)
+    ],
+)
+def test_options_of_one_of_them(tmp_path: Path, name: str, phase: str) -> None:
+    compare(tmp_path, Faults().kill(1, 1, phase).kill(0, 2, "first"), **OPTIONS[name])
 
 
 @pytest.mark.parametrize(("step", "phase"), [(1, "first"), (2, "second")])
 def test_one_of_them_under_no_sync(tmp_path: Path, step: int, phase: str) -> None:
     """Its gradients add up in odd steps, and the lost rank's are in no step."""
-    (line,) = compare(tmp_path, (Death(1, step, phase),), alone=True)
+    (line,) = compare(tmp_path, Faults().kill(1, step, phase), alone=True)
     if step == 2:  # the networks have made other numbers of steps
         assert re.search(r"; the backward of steps \d, \d was made again without the part of rank 1", line), line
-
-
-def test_one_that_is_repeated_twice_counts_each_time(tmp_path: Path) -> None:
-    compare(tmp_path, (Death(1, 2, "forward"),), shape="repeated twice")
 
 
 def test_an_exception_leaves_no_step_behind(tmp_path: Path) -> None:

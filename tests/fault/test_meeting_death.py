@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from tests.fault.faults import sampled
 from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, why_not
 from tests.fault.launch_jobs import wait_until
 from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, VERSION, message, record
@@ -172,7 +173,7 @@ def test_a_rank_of_this_host(server: RankServer, tmp_path: Path, stage: str) -> 
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("stage", ["listening", "called", "in the handshake", "connected"])
+@pytest.mark.parametrize("stage", ["connected", *sampled(["listening", "called", "in the handshake"], 1)])
 def test_a_rank_of_another_host(server: RankServer, tmp_path: Path, stage: str) -> None:
     """No process to look up: connections that end, or that nobody takes any more, tell."""
     with Lab() as lab:

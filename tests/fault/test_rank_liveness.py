@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,8 +19,8 @@ from tests.helpers import need
 torch: Any = need("torch")
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.lib import hosts  # noqa: E402
-from tests.fault.launch_jobs import ROOT, wait_until  # noqa: E402
+from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, one_on_each, run, why_not  # noqa: E402
+from tests.fault.launch_jobs import wait_until  # noqa: E402
 from tests.fault.rank_jobs import Story, job, me, record, tell, told  # noqa: E402
 from tests.train import harness  # noqa: E402
 
@@ -146,67 +145,39 @@ def test_a_stuck_rank_is_the_only_one_blamed(tmp_path: Path) -> None:
 # A host that is gone: its link is taken down, so that nobody says goodbye.
 
 
-LOST_HOST = """
-import json, sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-import ringdp
-rank, folder, busy = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "busy"
-dist.init_process_group("ring", init_method=f"file://{folder}/store", rank=rank, world_size=3)
-x = torch.zeros(1_000_000)
-dist.all_reduce(x)
-dist.barrier()
-(folder / f"met-{rank}").touch()
-while not busy and not (folder / "cut-long-ago").exists():
-    time.sleep(0.01)
-try:
-    start = time.monotonic()
+def reduce_until_it_fails(spec: RankSpec, outcome: Outcome) -> None:
+    dist.init_process_group("ring", init_method=spec.method, rank=spec.rank, world_size=spec.world)
+    folder, x = Path(spec.variables["FOLDER"]), torch.zeros(1_000_000)
+    dist.all_reduce(x)
+    dist.barrier()
+    (folder / f"met-{spec.rank}").touch()
+    while spec.variables["STATE"] == "idle" and not (folder / "cut-long-ago").exists():
+        time.sleep(0.01)
+    outcome.at = time.monotonic()
     while True:
         dist.all_reduce(x)
-except ringdp.errors.PeerLostError as error:
-    said = {"at": time.monotonic(), "start": start, "peer": error.peer, "text": str(error)}
-    (folder / f"new-{rank}").write_text(json.dumps(said))
-    (folder / f"new-{rank}").rename(folder / f"said-{rank}")
-while not (folder / "end").exists():
-    time.sleep(0.01)
-"""
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("state", ("busy", pytest.param("idle", marks=pytest.mark.slow)))
-def test_a_lost_host_is_named_within_five_seconds(state: str, tmp_path: Path) -> None:
-    if (reason := hosts.why_not()) is not None:
-        pytest.skip(reason)
-    import json
-
-    with hosts.Hosts(3, rate="none") as lab:
-        ranks = []
-        try:
-            for rank in range(3):
-                words = [sys.executable, "-c", LOST_HOST, str(rank), str(tmp_path), state]
-                environ = {**lab.rank_env(rank=rank, per_host=1), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-                ranks.append(subprocess.Popen(lab.command(rank, words), env=environ, stderr=subprocess.PIPE, text=True))
-            for rank in range(3):
-                wait_until((tmp_path / f"met-{rank}").exists, f"rank {rank} in the job")
-            hosts.set_link(lab.name, 1, "down")
-            cut = time.monotonic()
-            if state == "idle":
-                wait_until(lambda: time.monotonic() - cut > 5.0, "five seconds")
-                (tmp_path / "cut-long-ago").touch()
-            for rank in (0, 2):
-                wait_until((tmp_path / f"said-{rank}").exists, f"rank {rank} to know", 10.0)
-                said = json.loads((tmp_path / f"said-{rank}").read_text())
-                assert said["peer"] == 1, said
-                assert "rank 1 (host h1" in said["text"]
-                assert "its host " in said["text"]
-                if state == "busy":
-                    assert 3.0 < said["at"] - cut < 5.0, said
-                else:
-                    assert said["at"] - said["start"] < 0.2, said
-            (tmp_path / "end").touch()
-            for rank in (0, 2):
-                assert "Error" not in ranks[rank].communicate(timeout=20)[1]
-                assert ranks[rank].returncode == 0
-        finally:
-            for it in ranks:
-                it.kill()
-                it.wait()
+def test_a_lost_host_is_named_within_five_seconds(server: RankServer, state: str, tmp_path: Path) -> None:
+    with Lab(3) as lab:
+        lab.switch("10.1.0.{}/24")
+        variables = {"FOLDER": str(tmp_path), "STATE": state}
+        server.start(one_on_each(lab, tmp_path, f"{__name__}:reduce_until_it_fails", variables), tmp_path)
+        for rank in range(3):
+            wait_until((tmp_path / f"met-{rank}").exists, f"rank {rank} in the job")
+        run("ip", "-n", lab.middle, "link", "set", "up1", "down")
+        cut = time.monotonic()
+        if state == "idle":
+            time.sleep(5.0)
+            (tmp_path / "cut-long-ago").touch()
+        outcomes = server.finish()
+    for it in (outcomes[0], outcomes[2]):
+        assert (it.error, it.peer) == ("PeerLostError", 1), it.text
+        assert "rank 1 (host h1" in it.text
+        assert "its host " in it.text
+        if state == "busy":
+            assert 3.0 < it.at - cut < 5.0, it
+        else:
+            assert it.seconds < 0.2, it

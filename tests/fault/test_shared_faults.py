@@ -122,12 +122,12 @@ def expect_child_has_nothing(folder: Path, victim: int) -> None:
     assert child["left"] == []
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_point(server: RankServer, seed: int, tmp_path: Path) -> None:
     kill_somewhere(server, tmp_path, seed)
 
 
-@pytest.mark.parametrize("seed", (100, 101))
+@pytest.mark.parametrize("seed", (100,))
 def test_killed_at_any_point_of_the_same_over_tcp(server: RankServer, seed: int, tmp_path: Path) -> None:
     kill_somewhere(server, tmp_path, seed, "tcp")
 
@@ -150,7 +150,10 @@ def test_a_child_that_outlives_its_rank_holds_nothing(server: RankServer, tmp_pa
 # Stopped.
 
 
-@pytest.mark.parametrize(("world", "victim", "elements"), ((2, 0, 1000), (3, 1, 500_000), (3, 2, 4_000_000)))
+@pytest.mark.parametrize(
+    ("world", "victim", "elements"),
+    ((2, 0, 1000), pytest.param(3, 1, 500_000, marks=pytest.mark.slow), (3, 2, 4_000_000)),
+)
 def test_stopped_at_any_point(server: RankServer, world: int, victim: int, elements: int, tmp_path: Path) -> None:
     """A notice names it after the period that was asked for, nobody else is named, and it goes on where it was."""
     it = Play(server, tmp_path, world, "stopped_at", victim, elements, random.randrange(1, 12 * elements))
