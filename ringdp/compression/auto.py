@@ -8,8 +8,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from ringdp import refusals
-from ringdp.compression.codecs.arguments import check_choice
+from ringdp import refusals, values
 from ringdp.compression.protocol import Compression, Info, Payload
 from ringdp.compression.registry import register
 from ringdp.errors import InvalidArgumentError
@@ -41,7 +40,7 @@ class Auto:
     allow: str = "near"
 
     def __post_init__(self) -> None:
-        check_choice("Auto", "allow", self.allow, ALLOW)
+        values.choice("Auto", "allow", self.allow, ALLOW)
 
     @property
     def levels(self) -> tuple[str, ...]:

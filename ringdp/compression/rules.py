@@ -10,7 +10,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from ringdp.compression.codecs.arguments import check_choice
+from ringdp import values
 from ringdp.compression.parameters import ModelParameter, clean_name
 from ringdp.compression.protocol import Compression, Compressor
 from ringdp.compression.registry import get
@@ -53,7 +53,7 @@ class Rules:
     unmatched_rules: str = "error"
 
     def __post_init__(self) -> None:
-        check_choice("rules", "unmatched_rules", self.unmatched_rules, UNMATCHED)
+        values.choice("rules", "unmatched_rules", self.unmatched_rules, UNMATCHED)
         if not isinstance(self.rules, Iterable) or isinstance(self.rules, str):
             raise InvalidArgumentError(f"rules must be a list of pairs of condition and compressor, not {self.rules!r}")
         checked = []

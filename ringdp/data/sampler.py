@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringdp import values
 from ringdp.data.agreement import Agreement, compare_settings
 from ringdp.data.order import GlobalBatches
 from ringdp.data.plans import Drawn, Plan, Plans
@@ -189,8 +190,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         """
         if not hasattr(model, "_before_forward"):
             raise InvalidArgumentError(f"BalancedSampler.watch needs a ringdp.RingDP, not a {type(model).__name__}")
-        if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-            raise InvalidArgumentError(f"forwards must be a number from 1 on, not {forwards!r}")
+        values.whole("BalancedSampler.watch", "forwards", forwards, 1)
         if self._settings.by_speed and model.device_type != "cpu":
             raise InvalidArgumentError(
                 f"the model is on {model.device_type}, whose time BalancedSampler cannot measure: give balance= a"
@@ -309,8 +309,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw this epoch next: from its beginning, or, where it is the present one and not done, as `__iter__`."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"an epoch is a number from 0 on, not {epoch!r}")
+        values.whole("BalancedSampler.set_epoch", "epoch", epoch, 0)
         with self._lock:
             self._settle()
             if epoch != self.epoch or self._drawn_all:

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from ringdp import values
 from ringdp.data.order import GlobalBatches
 from ringdp.data.split import Limits, Pace
 from ringdp.errors import InvalidArgumentError
 
 _BY_SPEED = "speed"
+_WHO = "BalancedSampler"
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ class Settings:
     ) -> Settings:
         """Checks the arguments. Raises InvalidArgumentError, which names the argument and the values it takes."""
         length = _length(dataset)
-        size = _number("global_batch", global_batch, 1)
-        times = _number("multiple", multiple, 1)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise _wrong("seed", seed, "a whole number")
+        size = values.whole(_WHO, "global_batch", global_batch, 1)
+        times = values.whole(_WHO, "multiple", multiple, 1)
+        values.whole(_WHO, "seed", seed)
         batches = GlobalBatches(length, size, seed, bool(shuffle), bool(drop_last))
         limits = Limits(
             _of_each("least", least, ranks, 0), _of_each("most", size if most is None else most, ranks, 1), times
@@ -122,22 +123,18 @@ def _length(dataset: Sized | int) -> int:
     try:
         length = dataset if isinstance(dataset, int) else len(dataset)
     except TypeError as error:
-        raise _wrong("dataset", dataset, "a dataset with a length, or a length") from error
-    return _number("dataset's length", length, 1)
-
-
-def _number(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _wrong(name, value, f"a whole number from {least} on")
-    return value
+        raise InvalidArgumentError(
+            f"{_WHO}: dataset must be a dataset with a length, or a length, not {type(dataset).__name__}"
+        ) from error
+    return values.whole(_WHO, "the dataset's length", length, 1)
 
 
 def _of_each(name: str, value: int | Sequence[int], ranks: int, least: int) -> tuple[int, ...]:
     if isinstance(value, int):
-        return (_number(name, value, least),) * ranks
+        return (values.whole(_WHO, name, value, least),) * ranks
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != ranks:
-        raise _wrong(name, value, f"a number, or one for each of the {ranks} ranks")
-    return tuple(_number(name, one, least) for one in value)
+        values.refuse(_WHO, name, value, f"a number, or one for each of the {ranks} ranks")
+    return tuple(values.whole(_WHO, name, one, least) for one in value)
 
 
 def _check_batch(size: int, limits: Limits) -> None:
@@ -177,21 +174,16 @@ def _paces(balance: str | Sequence[float], ranks: int) -> tuple[Pace, ...]:
     wanted = f"'speed', 'equal', or a number above 0 for each of the {ranks} ranks"
     if isinstance(balance, str):
         if balance not in (_BY_SPEED, "equal"):
-            raise _wrong("balance", balance, wanted)
+            values.refuse(_WHO, "balance", balance, wanted)
         return (Pace(),) * ranks
     try:
         weights = [float(one) for one in balance]
-    except (TypeError, ValueError) as error:
-        raise _wrong("balance", balance, wanted) from error
+    except (TypeError, ValueError):
+        values.refuse(_WHO, "balance", balance, wanted)
     if len(weights) != ranks or not all(0 < one < float("inf") for one in weights):
-        raise _wrong("balance", balance, wanted)
+        values.refuse(_WHO, "balance", balance, wanted)
     return tuple(Pace(1 / one) for one in weights)
 
 
 def _short(values: Sequence[int]) -> object:
     return values[0] if len(set(values)) == 1 else list(values)
-
-
-def _wrong(name: str, value: Any, wanted: str) -> InvalidArgumentError:
-    shown = repr(value) if isinstance(value, (int, float, str, list, tuple)) else type(value).__name__
-    return InvalidArgumentError(f"BalancedSampler's {name} must be {wanted}, not {shown}")

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringdp import config
-from ringdp.errors import InvalidArgumentError
+from ringdp import config, values
 
 
 class GradientMemory(NamedTuple):
@@ -39,9 +38,7 @@ def allowed_pool(asked: object) -> bool:
     Raises:
         InvalidArgumentError: the argument is not a bool, or the variable is neither 0 nor 1.
     """
-    if not isinstance(asked, bool):
-        raise InvalidArgumentError(f"gradient_pool must be True or False, not {asked!r}")
-    return config.gradient_pool() and asked
+    return values.flag("RingDP", "gradient_pool", asked) and config.gradient_pool()
 
 
 def on_cpu(parameters: Iterable[torch.Tensor]) -> bool:

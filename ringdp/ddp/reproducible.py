@@ -6,24 +6,10 @@ The group's all-reduces add in rank order (``_C.add_in_rank_order``). What reads
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from ringdp import refusals
-from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
-
-
-def checked(value: Any) -> bool:
-    """RingDP's argument ``reproducible``.
-
-    Raises:
-        InvalidArgumentError: neither True nor False.
-    """
-    if isinstance(value, bool):
-        return value
-    raise InvalidArgumentError(f"RingDP's reproducible must be True or False, not {value!r}")
 
 
 def add_in_rank_order(group: dist.ProcessGroup, device_type: str) -> None:

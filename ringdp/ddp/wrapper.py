@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp import config, refusals
+from ringdp import config, refusals, values
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters, never_reduced
@@ -215,7 +215,7 @@ class RingDP(
         self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
-        self._reproducible = rank_order.checked(reproducible)
+        self._reproducible = values.flag("RingDP", "reproducible", reproducible)
         passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
         mesh = _line_mesh(passed_on)
         try:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp import _C
+from ringdp import _C, values
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member, together
 from ringdp.job.elastic import refuse_where_elastic
@@ -324,5 +324,5 @@ def _check_growing(weight: Tensor | None, admit_after: int | None, evict_after: 
     if weight is not None:
         raise InvalidArgumentError("a growing table begins without rows: weight must be None")
     for name, value in (("admit_after", admit_after), ("evict_after", evict_after)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**62):
-            raise InvalidArgumentError(f"{name} must be a whole number above 0, not {value!r}")
+        if value is not None:
+            values.whole("ShardedEmbedding", name, value, 1, 2**62 - 1)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ringdp import values
 from ringdp.compression import Compression
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
@@ -165,8 +166,7 @@ class DiLoCo:
         Raises:
             InvalidArgumentError: not a number of at least 0.
         """
-        if not isinstance(samples, (int, float)) or isinstance(samples, bool) or not 0 <= samples < float("inf"):
-            raise InvalidArgumentError(f"{self._settings.who}.did: samples must be a number from 0 on, not {samples!r}")
+        values.number(f"{self._settings.who}.did", "samples", samples, "from 0 on", lambda it: it >= 0)
         self._counts_samples = True
         self._since = (self._since[0], [one + samples for one in self._since[1]])
 

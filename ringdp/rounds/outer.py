@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ringdp import values
 from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.fragments import parts
 
@@ -126,13 +125,11 @@ def numbers_of(outer: Mapping[str, Any]) -> tuple[float, float, bool]:
         )
     chosen = _KEYS | dict(outer)
     lr, momentum, nesterov = chosen["lr"], chosen["momentum"], chosen["nesterov"]
-    if not _is_number(lr) or lr <= 0:
-        raise InvalidArgumentError(f"outer's lr must be a number above 0, not {lr!r}")
-    if not _is_number(momentum) or not 0 <= momentum < 1:
-        raise InvalidArgumentError(f"outer's momentum must be a number from 0 to below 1, not {momentum!r}")
-    if not isinstance(nesterov, bool) or (nesterov and momentum == 0):
-        raise InvalidArgumentError(f"outer's nesterov must be True or False, and needs a momentum; not {nesterov!r}")
-    return float(lr), float(momentum), nesterov
+    rate = values.number("outer", "lr", lr, "above 0", lambda it: it > 0)
+    kept = values.number("outer", "momentum", momentum, "from 0 to below 1", lambda it: 0 <= it < 1)
+    if values.flag("outer", "nesterov", nesterov) and kept == 0:
+        raise InvalidArgumentError("outer: nesterov=True needs a momentum above 0")
+    return rate, kept, nesterov
 
 
 def outer_steps(outer: Outer, totals: Sequence[Tensor]) -> list[OuterStep]:
@@ -167,7 +164,3 @@ def describe(outer: Outer) -> str:
 def class_of(outer: Outer) -> str:
     """Whose state fits: the name of the optimizer's class."""
     return describe(outer).partition("(")[0]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

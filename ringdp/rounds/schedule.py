@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ringdp.errors import InvalidArgumentError
+from ringdp import values
 
 MEASURED_STEPS = 3  # of an unequal job, before its first round
 
@@ -142,11 +142,7 @@ class Schedule:
 
     def _checked_length(self, begin: int) -> int:
         length = self._every(begin) if callable(self._every) else self._every
-        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-            raise InvalidArgumentError(
-                f"every({begin}) must give a whole number of steps of at least 1, not {length!r}"
-            )
-        return length
+        return values.whole(f"every({begin})", "its result", length, 1)
 
 
 class TimedSchedule:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 from typing import Any
 
+from ringdp import values
 from ringdp.compression import Compression, get, names
 from ringdp.compression.description import describe
 from ringdp.compression.feedback import feedback_of
@@ -50,36 +50,34 @@ class Settings:
     ) -> Settings:
         """Raises InvalidArgumentError."""
         if not callable(every):
-            every = _whole(who, "every", every, 1)
-        count = _whole(who, "fragments", fragments, 1)
+            every = values.whole(who, "every", every, 1)
+        count = values.whole(who, "fragments", fragments, 1)
         if count > parameters:
             raise InvalidArgumentError(
                 f"{who}: fragments={count} is more than the model's {parameters} parameters that require grad"
             )
-        steps = _whole(who, "delay", delay, 0)
+        steps = values.whole(who, "delay", delay, 0)
         if isinstance(every, int) and steps >= every:
             raise InvalidArgumentError(
                 f"{who}: delay={steps} must be below every={every}: a fragment lands before it leaves again"
             )
         if mix is None:
             mix = 0.5 if steps else 0.0
-        if not isinstance(mix, numbers.Real) or isinstance(mix, bool) or not 0 <= float(mix) < 1:
-            raise InvalidArgumentError(
-                f"{who}: mix must be a number from 0 (only the global parameters count) to below 1, not {mix!r}"
-            )
-        if not isinstance(unequal, bool):
-            raise InvalidArgumentError(f"{who}: unequal must be True or False, not {unequal!r}")
-        if unequal and not isinstance(every, int):
+        kept = values.number(
+            who, "mix", mix, "from 0 (only the global parameters count) to below 1", lambda it: 0 <= it < 1
+        )
+        by_time = values.flag(who, "unequal", unequal)
+        if by_time and not isinstance(every, int):
             raise InvalidArgumentError(f"{who}: unequal=True needs a number for every, not a function")
-        if not isinstance(average_momenta, bool) or (average_momenta and (steps or unequal)):
+        if not isinstance(average_momenta, bool) or (average_momenta and (steps or by_time)):
             raise InvalidArgumentError(
                 f"{who}: average_momenta must be True or False, and True needs delay=0 and unequal=False"
             )
         assert callable(every) or isinstance(every, int)
         codec = _codec(who, compression)
         describe_outer(chosen_outer)
-        warmup = _whole(who, "warmup_steps", warmup_steps, 0)
-        return cls(who, every, count, steps, float(mix), codec, chosen_outer, warmup, unequal, average_momenta)
+        warmup = values.whole(who, "warmup_steps", warmup_steps, 0)
+        return cls(who, every, count, steps, kept, codec, chosen_outer, warmup, by_time, average_momenta)
 
     def schedule(self) -> Schedule | TimedSchedule:
         if self.unequal:
@@ -120,9 +118,3 @@ def _codec(who: str, compression: Compression) -> NativeCodec | None:
     feedback_of(codec.error_feedback)
     chosen: NativeCodec = codec
     return chosen
-
-
-def _whole(who: str, name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidArgumentError(f"{who}: {name} must be a whole number of at least {least}, not {value!r}")
-    return value

@@ -504,10 +504,10 @@ def test_by_default_a_flipped_bit_is_told_once_and_training_goes_on(when: int) -
 
 def arguments_that_cannot_be_used_are_refused() -> None:
     for options, words in [
-        ({"guard_every": -1}, "guard_every must be a number of steps from 0 on, or None, not -1"),
+        ({"guard_every": -1}, "guard_every must be a whole number from 0 on, not -1"),
         ({"guard_every": True}, "guard_every must be"),
         ({"guard_every": 1.5}, "guard_every must be"),
-        ({"on_divergence": "stop"}, "on_divergence must be one of 'raise', 'warn', 'sync', not 'stop'"),
+        ({"on_divergence": "stop"}, "on_divergence must be one of raise, warn, sync, not 'stop'"),
         ({"guard_ignore": "0.weight"}, "guard_ignore must be a list of names or patterns"),
         ({"guard_ignore": ["nothing.*"]}, "has 'nothing.*', which fits no parameter and no buffer"),
     ]:

@@ -387,7 +387,7 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
+        ({"every": 0}, "every must be a whole number from 1 on, not 0"),
         ({"every": 2.5}, "every must be"),
         ({"every": 4, "delay": 4}, "delay=4 must be below every=4"),
         ({"fragments": 7}, "more than the model's 6 parameters"),
@@ -397,7 +397,7 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
         ({"warmup_steps": -1}, "warmup_steps must be"),
         ({"compression": "topk"}, "core's codecs .*int4.*not TopK"),
         ({"compression": "int3"}, "unknown compressor 'int3'"),
-        ({"outer": {"lr": 0}}, "outer's lr"),
+        ({"outer": {"lr": 0}}, "outer: lr must be"),
         ({"outer": {"lr": 1, "nesterov": True}}, "needs a momentum"),
         ({"outer": {"lr": 1, "dampening": 0.1}}, "'dampening'"),
         ({"outer": 0.7}, "outer must be a dict"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.compression.auto import with_permission
-from ringdp.ddp import dtensors, reproducible
+from ringdp.ddp import dtensors
 from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.rounds.exchange import FragmentExchange, Record
@@ -52,11 +52,6 @@ def stranger() -> None:
 
 
 TEXTS: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
-    (
-        lambda: reproducible.checked(1),
-        InvalidArgumentError,
-        "RingDP's reproducible must be True or False, not 1",
-    ),
     (
         other_part,
         InvalidArgumentError,

@@ -111,7 +111,7 @@ def test_rounds_may_have_any_lengths(lengths: list[int], fragments: int, delay: 
 
 @pytest.mark.parametrize("length", [0, 2.0, None, True])
 def test_a_length_that_is_none_is_refused(length: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"every\(0\) must give a whole number"):
+    with pytest.raises(InvalidArgumentError, match=r"every\(0\): its result must be a whole number from 1 on"):
         Schedule(lambda step: length).advance()
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ringdp import values
 from ringdp.compression.codecs import blocks
-from ringdp.compression.codecs.arguments import check_block, check_flag
+from ringdp.compression.codecs.arguments import check_block
 from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
@@ -41,7 +42,7 @@ class Int8(CoreCodec):
 
     def __post_init__(self) -> None:
         check_block("Int8", self.block, multiple_of=1)
-        check_flag("Int8", "rotate", self.rotate)
+        values.flag("Int8", "rotate", self.rotate)
 
     @property
     def in_core(self) -> bool:

@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ringdp import values
 from ringdp.compression.codecs import blocks
-from ringdp.compression.codecs.arguments import check_block, check_flag
+from ringdp.compression.codecs.arguments import check_block
 from ringdp.compression.codecs.core_codec import CoreCodec
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.registry import register
@@ -46,7 +47,7 @@ class _Planes(CoreCodec):
 
     def __post_init__(self) -> None:
         check_block(type(self).__name__, self.block, multiple_of=self.multiple_of)
-        check_flag(type(self).__name__, "rotate", self.rotate)
+        values.flag(type(self).__name__, "rotate", self.rotate)
 
     @property
     def in_core(self) -> bool:

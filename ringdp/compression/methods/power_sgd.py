@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression.codecs.arguments import check_flag, check_whole
+from ringdp import values
 from ringdp.compression.feedback import Feedback
 from ringdp.compression.methods import low_rank
 from ringdp.compression.protocol import Aggregate, Info, Rounds
@@ -44,8 +44,8 @@ class PowerSGD:
     carries_nan: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_whole("PowerSGD", "rank", self.rank, least=1)
-        check_flag("PowerSGD", "warm_start", self.warm_start)
+        values.whole("PowerSGD", "rank", self.rank, least=1)
+        values.flag("PowerSGD", "warm_start", self.warm_start)
 
     def average(self, xs: Sequence[Tensor], infos: Sequence[Info]) -> Rounds:
         nothing: list[Tensor | None] = [None] * len(xs)

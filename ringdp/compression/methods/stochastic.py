@@ -16,8 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ringdp import values
 from ringdp.compression.codecs import blocks
-from ringdp.compression.codecs.arguments import check_block, check_choice, check_clip
+from ringdp.compression.codecs.arguments import check_block, check_clip
 from ringdp.compression.codecs.bits import pack, packed_bytes, packed_slice, unpack
 from ringdp.compression.codecs.checks import check_code
 from ringdp.compression.feedback import Feedback
@@ -130,7 +131,7 @@ class QSGD(_Stochastic):
 
     def __post_init__(self) -> None:
         check_block("QSGD", self.block, multiple_of=1)
-        check_choice("QSGD", "bits", self.bits, (2, 4, 8))
+        values.choice("QSGD", "bits", self.bits, (2, 4, 8))
 
     def scale_of(self, rows: Tensor, lengths: Tensor) -> Tensor:
         largest = blocks.absmax(rows)

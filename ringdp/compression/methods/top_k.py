@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringdp.compression.codecs.arguments import check_clip, check_flag, check_fraction, check_number, check_whole
+from ringdp import values
+from ringdp.compression.codecs.arguments import check_clip, check_fraction
 from ringdp.compression.codecs.checks import check_payload
 from ringdp.compression.feedback import Feedback, State
 from ringdp.compression.methods import sparse
@@ -54,7 +55,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         check_fraction("TopK", self.fraction)
-        check_whole("TopK", "ramp_steps", self.ramp_steps, least=0)
+        values.whole("TopK", "ramp_steps", self.ramp_steps, least=0)
 
     def fraction_at(self, step: int) -> float:
         if step >= self.ramp_steps or self.fraction >= 0.25:
@@ -145,9 +146,9 @@ class DGC:
     sums: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_number("DGC", "momentum", self.momentum, "from 0 on and below 1", lambda it: 0 <= it < 1)
+        values.number("DGC", "momentum", self.momentum, "from 0 on and below 1", lambda it: 0 <= it < 1)
         check_clip("DGC", self.clip)
-        check_flag("DGC", "masking", self.masking)
+        values.flag("DGC", "masking", self.masking)
 
     def before(self, x: Tensor, state: State) -> Tensor:
         if self.clip is not None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ringdp import values
 from ringdp.compression import Rules
 from ringdp.compression.auto import with_permission
 from ringdp.compression.description import describe
 from ringdp.compression.parameters import other_parameters
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidStateError
 from ringdp.job.elastic import as_unit, refuse_where_elastic
 
 if TYPE_CHECKING:
@@ -117,8 +118,7 @@ class CompressedModule:
         """
         from ringdp.ddp.compression.quality import QualityProbe
 
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise InvalidArgumentError(f"every must be a number of steps from 0 on, not {every!r}")
+        values.whole("measure_compression", "every", every, 0)
         compression = self._compressed("measure_compression")
         refuse_where_elastic(self.process_group, "measure_compression")
         if compression.probe is not None:

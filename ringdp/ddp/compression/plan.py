@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp import values
 from ringdp.compression import Auto, Compressor, Rules, get
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import Sparsity
@@ -91,8 +92,7 @@ class ModelCompression:
         """
         try:
             rules, warmup_steps = asked()
-            if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-                raise InvalidArgumentError(f"warmup_steps must be a number of steps from 0 on, not {warmup_steps!r}")
+            values.whole("RingDP", "warmup_steps", warmup_steps, 0)
             use = RuleUse(rules, self.parameters, left_out)
             use.refuse_unmatched()
             chosen = [self._known(i, rules.of(one)) for i, one in enumerate(self.parameters)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ringdp import values
 from ringdp.config import report_every
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.comparison import ACTIONS, Comparison
@@ -34,16 +35,11 @@ class GuardOptions:
     @classmethod
     def checked(cls, every: Any, action: Any, ignore: Any, module: torch.nn.Module) -> GuardOptions:
         """Raises InvalidArgumentError."""
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
-            raise InvalidArgumentError(
-                f"RingDP's guard_every must be a number of steps from 0 on, or None, not {every!r}"
-            )
+        if every is not None:
+            values.whole("RingDP", "guard_every", every, 0)
         if action is None:
             action = "warn" if every is None else "raise"
-        if action not in ACTIONS:
-            raise InvalidArgumentError(
-                f"RingDP's on_divergence must be one of {', '.join(map(repr, ACTIONS))}, not {action!r}"
-            )
+        values.choice("RingDP", "on_divergence", action, ACTIONS)
         return cls(every, action, check_patterns(module, tuple(ignore) if not isinstance(ignore, str) else ignore))
 
     def guard(self, wrapper: Any, *, starts_alike: bool) -> DivergenceGuard | AttachedGuard | None:

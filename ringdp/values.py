@@ -1,0 +1,56 @@
+"""Checks of arguments. An error names the caller, the argument, the values that it takes, and the one that was given.
+
+Each returns the value, and raises InvalidArgumentError. `who` is the class or function that the user called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, NoReturn
+
+from ringdp.errors import InvalidArgumentError
+
+
+def whole(who: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """A Python int from `least` to `most`; True is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not _low(least) <= value <= _high(most):
+        limits = f"{'' if least is None else f' from {least} on'}{'' if most is None else f', at most {most}'}"
+        refuse(who, name, value, f"a whole number{limits}")
+    return value
+
+
+def number(who: str, name: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> float:
+    """A finite number for which `fits` holds, which `allowed` describes; no bool, no text, no tensor."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or not fits(float(value)):
+        refuse(who, name, value, f"a number {allowed}")
+    return float(value)
+
+
+def flag(who: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        refuse(who, name, value, "True or False")
+    return value
+
+
+def choice(who: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
+    """Of the same type, too: 4.0 and True are not whole numbers."""
+    choices = list(choices)
+    if not any(type(value) is type(it) and value == it for it in choices):
+        refuse(who, name, value, f"one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _low(least: int | None) -> float:
+    return -math.inf if least is None else least
+
+
+def _high(most: int | None) -> float:
+    return math.inf if most is None else most
+
+
+def refuse(who: str, name: str, value: Any, allowed: str) -> NoReturn:
+    plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
+    shown = repr(value) if plain else type(value).__name__
+    raise InvalidArgumentError(f"{who}: {name} must be {allowed}, not {shown}")

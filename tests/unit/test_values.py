@@ -1,0 +1,41 @@
+"""The checks of arguments: what they take, and what they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ringdp import values
+from ringdp.errors import InvalidArgumentError
+
+TAKEN: tuple[tuple[Callable[[Any], Any], tuple[Any, ...], tuple[Any, ...], str], ...] = (
+    (lambda it: values.whole("X", "n", it), (0, -5, 2**70), (True, 1.0, "1", None), "a whole number"),
+    (lambda it: values.whole("X", "n", it, 0), (0, 7), (-1, False), "a whole number from 0 on"),
+    (lambda it: values.whole("X", "n", it, 1, 9), (1, 9), (0, 10), "a whole number from 1 on, at most 9"),
+    (
+        lambda it: values.number("X", "n", it, "above 0", lambda value: value > 0),
+        (1, 0.5, numpy.float32(2)),
+        (0, -1.0, math.nan, math.inf, True, "1", torch.tensor(1.0)),
+        "a number above 0",
+    ),
+    (lambda it: values.flag("X", "n", it), (True, False), (0, 1, None, "yes"), "True or False"),
+    (lambda it: values.choice("X", "n", it, (2, "a")), (2, "a"), (2.0, "b", None, [2]), "one of 2, a"),
+)
+
+
+@pytest.mark.parametrize(("check", "good", "bad", "allowed"), TAKEN)
+def test_what_is_taken_and_what_is_said(
+    check: Callable[[Any], Any], good: tuple[Any, ...], bad: tuple[Any, ...], allowed: str
+) -> None:
+    for value in good:
+        assert check(value) == value
+    for value in bad:
+        with pytest.raises(InvalidArgumentError) as caught:
+            check(value)
+        shown = "Tensor" if isinstance(value, torch.Tensor) else repr(value)
+        assert str(caught.value) == f"X: n must be {allowed}, not {shown}"
