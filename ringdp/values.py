@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from ringdp.errors import InvalidArgumentError
 
+_MOST_SHOWN = 80  # characters of a value
+
 
 def whole(who: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """A Python int from `least` to `most`; True is none."""
@@ -51,6 +53,7 @@ def _high(most: int | None) -> float:
 
 
 def refuse(who: str, name: str, value: Any, allowed: str) -> NoReturn:
-    plain = isinstance(value, (bool, int, float, str, list, tuple, type(None)))
-    shown = repr(value) if plain else type(value).__name__
+    shown = repr(value)
+    if len(shown) > _MOST_SHOWN:
+        shown = type(value).__name__
     raise InvalidArgumentError(f"{who}: {name} must be {allowed}, not {shown}")

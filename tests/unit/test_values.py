@@ -37,5 +37,9 @@ def test_what_is_taken_and_what_is_said(
     for value in bad:
         with pytest.raises(InvalidArgumentError) as caught:
             check(value)
-        shown = "Tensor" if isinstance(value, torch.Tensor) else repr(value)
-        assert str(caught.value) == f"X: n must be {allowed}, not {shown}"
+        assert str(caught.value) == f"X: n must be {allowed}, not {value!r}"
+
+
+def test_a_long_value_is_named_by_its_type() -> None:
+    with pytest.raises(InvalidArgumentError, match="not Tensor$"):
+        values.whole("X", "n", torch.zeros(100))
