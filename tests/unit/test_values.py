@@ -41,5 +41,5 @@ def test_what_is_taken_and_what_is_said(
 
 
 def test_a_long_value_is_named_by_its_type() -> None:
-    with pytest.raises(InvalidArgumentError, match="not Tensor$"):
+    with pytest.raises(InvalidArgumentError, match=r"not Tensor$"):
         values.whole("X", "n", torch.zeros(100))
