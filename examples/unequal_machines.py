@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks, rank = ringdp.world_size(), ringdp.rank()
     data, network = load_digits(), build(options.seed)
     slower = options.slower if rank == ranks - 1 else 1.0
-    model = ringdp.RingDP(Machine(network, slower * options.sleep_ms * 1e-3), weight="samples", guard_every=20)
+    model = ringdp.RingDP(Machine(network, slower * options.sleep_ms * 1e-3), weight="samples", guard=20)
     sampler = ringdp.data.BalancedSampler(data, options.batch_size, seed=options.seed)
     sampler.watch(model)
     began = time.perf_counter()

@@ -41,7 +41,7 @@ FEATURES = {
     "optimizer in backward": "an optimizer that steps during backward (_apply_optimizer_in_backward)",
     "skip unused": "skip_all_reduce_unused_params=True",
     "delayed all-reduce": "delay_all_reduce_named_params",
-    "guard": "guard_every",
+    "guard": "guard with a number",
     "sparse gradients": "a module with sparse gradients",
     "compiled backward": "a backward that is compiled as one graph",
     "other parameters": "parameters that are replaced, added or removed after wrapping",

@@ -68,7 +68,7 @@ MODES = {
     "ringdp-gloo": Mode("RingDP", "gloo"),
     "ringdp-nopool": Mode("RingDP", "ring", {"gradient_pool": False}),
     "ringdp-reproducible": Mode("RingDP", "ring", {"reproducible": True}),
-    **{f"ringdp-guard-{every}": Mode("RingDP", "ring", {"guard_every": every}) for every in (100, 500)},
+    **{f"ringdp-guard-{every}": Mode("RingDP", "ring", {"guard": every}) for every in (100, 500)},
     "ringdp-silent": Mode("RingDP", "ring", environment=_SILENT),
     "ringdp-metrics": Mode("RingDP", "ring", environment=_TOLD),
     **{f"ringdp-buckets-{mb:g}": Mode("RingDP", "ring", {"bucket_cap_mb": mb}) for mb in (0.5, 1.0, 4.0, 25.0, 100.0)},

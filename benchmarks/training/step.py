@@ -11,7 +11,7 @@ Modes: `bare` (each rank for itself), `bare-barrier` (for itself, but all wait f
 backward, which a step with a mean cannot avoid), `ddp-gloo` and `ddp-ring` (torch's DDP), with `-view`
 (gradient_as_bucket_view), `-fp16` (its hook), `-powersgd` (torch's hook, rank 4), `-int8` and `-int4` (ringdp's hook);
 `ringdp` (RingDP on ring), `ringdp-gloo`, `ringdp-nopool` (gradient_pool=False), `ringdp-reproducible`,
-`ringdp-guard-100` (guard_every), `ringdp-silent` and `ringdp-metrics` (without reports; with them and a line of metrics
+`ringdp-guard-100` (guard=), `ringdp-silent` and `ringdp-metrics` (without reports; with them and a line of metrics
 a step), `ringdp-buckets-1` (bucket_cap_mb), `ringdp-weights` and `ringdp-unequal`
 (weights that are equal, or differ by 0.1 %), `ringdp-int8`, `-topk` and so on (a compressor, by its name; `-topk-dgc`:
 1 % with momentum on the ranks); with loss scaling `ringdp-scaled`, and by torch's scaler `ringdp-torch-scaled` and

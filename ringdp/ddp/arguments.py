@@ -252,7 +252,7 @@ TABLE: Mapping[str, Argument] = {
 
 OWN_ARGUMENTS = (
     *("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype"),
-    *("weight", "gradient_pool", "guard_every", "on_divergence", "guard_ignore", "reproducible"),
+    *("weight", "gradient_pool", "guard", "reproducible"),
 )
 """Those that DDP does not have."""
 

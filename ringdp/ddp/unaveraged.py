@@ -104,7 +104,7 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     ]
     _log.warning(
         "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"
-        " drift apart: %s. Logged once; guard_every=0 turns it off.",
+        " drift apart: %s. Logged once; guard=0 turns it off.",
         wrapper.process_group.rank(),
         type(optimizer).__name__,
         type(wrapper.module).__name__,

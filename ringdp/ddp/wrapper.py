@@ -34,7 +34,7 @@ from ringdp.ddp.arguments import (
 from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.mixin import GuardedModule
-from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.divergence.options import Guard
 from ringdp.ddp.divergence.same_data import SameData
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.exit_report import report_at_exit
@@ -128,12 +128,8 @@ class RingDP(
         gradient_pool: keep the memory of gradients on the CPU between steps, in huge pages, instead of getting it from
             the kernel anew in every backward; see `gradient_memory`. False leaves torch's CPU allocator as it is, and
             so does RINGDP_GRADIENT_POOL=0.
-        guard_every: steps, such as 100, within which a parameter, or a buffer that is not broadcast, is found that is
-            not equal to the bit on all ranks; on the CPU. 0: nothing is compared. None, the default: parameters alone,
-            within 500 steps, over ring, unless ``init_sync=False`` or a communication hook lets them differ.
-        on_divergence: the action after a difference: "raise", the default where guard_every is a number; "warn" once
-            for each tensor, the default otherwise; or "sync": copy it from the majority of the ranks.
-        guard_ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
+        guard: how replicas are compared: a `ringdp.Guard`, or its number of steps, such as 100, within which a tensor
+            that differs between ranks is an error; 0: not at all. None, the default: within 500 steps, with a warning.
         reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
             hosts, and any placement of the ranks on them, at one number of ranks. This also changes every other
             all-reduce of `process_group`: they add in rank order. See docs/how-to/reproducible.md for what it costs on
@@ -174,9 +170,7 @@ class RingDP(
         reduce_dtype: torch.dtype | None = None,
         weight: str | None = None,
         gradient_pool: bool = True,
-        guard_every: int | None = None,
-        on_divergence: str | None = None,
-        guard_ignore: Iterable[str] = (),
+        guard: Guard | int | None = None,
         reproducible: bool = False,
         **named: Unpack[DDPArguments],
     ) -> None:
@@ -214,7 +208,7 @@ class RingDP(
         self._reduce_dtype = reduction_dtype(reduce_dtype)
         self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
-        self._guard_options = GuardOptions.checked(guard_every, on_divergence, guard_ignore, module)
+        self._guard_options = Guard.checked(guard, module)
         self._reproducible = values.flag("RingDP", "reproducible", reproducible)
         passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
         mesh = _line_mesh(passed_on)
@@ -291,7 +285,7 @@ class RingDP(
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
         settings = {} if self._weight is None else {"weight": self._weight.mode}
-        if self._guard_options != GuardOptions():
+        if self._guard_options != Guard():
             settings["guard"] = str(self._guard_options)
         if report_every():  # without it, builds of other releases can train together
             about = f"every {report_every()} steps, form {REPORT_FORM}"

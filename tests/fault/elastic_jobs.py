@@ -421,7 +421,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     "TopK": lambda net: ringdp.RingDP(net, compression=ringdp.compression.TopK(0.1)),
     "PowerSGD": lambda net: ringdp.RingDP(net).set_compression(ringdp.compression.PowerSGD(2)),
     "measure_compression": lambda net: ringdp.RingDP(Net(300), compression="int8").measure_compression(every=2),
-    "guard_every": lambda net: ringdp.RingDP(net, guard_every=10),
+    "guard": lambda net: ringdp.RingDP(net, guard=10),
     "skip_all_reduce_unused_params": lambda net: ringdp.RingDP(
         net, find_unused_parameters=True, skip_all_reduce_unused_params=True
     ),

@@ -122,7 +122,7 @@ def embedded() -> list[torch.Tensor]:
 TRIALS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "exact": lambda: trained(STEPS),
     "samples": lambda: trained(weight="samples"),
-    "guard": lambda: trained(guard_every=2),
+    "guard": lambda: trained(guard=2),
     "sync": lambda: trained(sync=True),
     "reproducible": lambda: trained(reproducible=True),
     **{method: lambda method=method: trained(compression=method) for method in METHODS},  # type: ignore[misc]

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.join import Join
 
+from ringdp.ddp.divergence.options import Guard
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import logged
 from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks, same_everywhere
@@ -87,7 +88,7 @@ def on(guilty: int, when: int, tensor: Callable[[], Tensor], bit: int = 0) -> Ca
 
 
 def a_flipped_bit_is_found_in_time_with_its_name_and_rank(every: int, when: int, name: str, bit: int) -> None:
-    model = wrapped(mlp(), guard_every=every, on_divergence="raise")
+    model = wrapped(mlp(), guard=every)
     number, error = found(model, when + 3 * every + 3, on(2, when, lambda: model.module.get_parameter(name), bit))
     assert number - when <= every
     assert f"parameter '{name}' on rank 2 differs from that on ranks 0, 1 (of 6 tensors)" in str(error)
@@ -99,7 +100,7 @@ def a_flipped_bit_is_found_in_time_with_its_name_and_rank(every: int, when: int,
 
 def warned(action: str, rate: float = 0.01) -> tuple[list[str], list[Tensor]]:
     """What the guard says of a bit that flips on rank 0, and the parameters after it."""
-    model = wrapped(mlp(), guard_every=4, on_divergence=action)
+    model = wrapped(mlp(), guard=Guard(4, action))
     optimizer = torch.optim.SGD(model.parameters(), rate)
     with logged(*LOG) as lines:
         for number in range(30):
@@ -128,7 +129,7 @@ def sync_copies_from_the_majority() -> None:
 
 
 def replicas_can_be_compared_at_once() -> None:
-    model = wrapped(mlp(), guard_every=0)
+    model = wrapped(mlp(), guard=0)
     assert model._guard is None
     model.check_replicas()
     if default_group().rank() == 2:
@@ -163,7 +164,7 @@ def test_three_ranks(backend: str) -> None:
 
 
 def uneven_backwards_are_found(how: str) -> None:
-    model = wrapped(mlp(), guard_every=6, on_divergence="raise", broadcast_buffers=False)
+    model = wrapped(mlp(), guard=6, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
     def change(number: int) -> None:
@@ -184,7 +185,7 @@ def test_a_rank_that_ran_another_number_of_backwards_is_found(backend: str, how:
 
 
 def uneven_backwards_of_equal_replicas() -> None:
-    model = wrapped(mlp(), guard_every=6, on_divergence="raise", broadcast_buffers=False)
+    model = wrapped(mlp(), guard=6, broadcast_buffers=False)
     words = "the ranks' steps differ; rank 1 has run 9 backwards in 8 steps that began with a forward"
     if dist.get_backend() == "ring":  # compares the operations' names, and finds it in that step
         words = "a second backward through one forward"
@@ -223,16 +224,16 @@ class WithBuffers(nn.Module):
 def training_as_it_should_be_is_not_disturbed(case: str) -> None:
     import ringdp
 
-    options: dict[str, Any] = {"guard_every": 3, "on_divergence": "raise"}
+    options: dict[str, Any] = {"guard": 3}
     rank = default_group().rank()
     with logged(*LOG) as lines:
         module: nn.Module = mlp()
         if case in ("buffers", "broadcast"):
             module = WithBuffers()
             options |= {"broadcast_buffers": case == "broadcast"}
-            options |= {"guard_ignore": ["calls"]} if case == "buffers" else {}
+            options |= {"guard": Guard(3, ignore=["calls"])} if case == "buffers" else {}
         elif case == "ignored":
-            options["guard_ignore"] = ["4.*"]
+            options["guard"] = Guard(3, ignore=["4.*"])
         elif case == "convolutional":
             module = convolutional()
         elif case == "tied":
@@ -283,7 +284,7 @@ QUIET = (
 
 
 def the_guard_rests_while_ranks_join_and_then_goes_on() -> None:
-    model = wrapped(mlp(), guard_every=3, on_divergence="raise")
+    model = wrapped(mlp(), guard=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with logged(*LOG) as lines:
         for number in range(8):
@@ -308,7 +309,7 @@ def a_group_of_ranks_with_other_numbers_of_steps_is_guarded() -> None:
     """As torchft does it: a rank that has run fewer steps comes in."""
     rank = default_group().rank()
     pair, alone = dist.new_group([0, 1]), [dist.new_group([one]) for one in range(2)][rank]
-    model = wrapped(mlp(), guard_every=3, on_divergence="raise")
+    model = wrapped(mlp(), guard=3)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     model._update_process_group(alone)
     for number in range(4 + 5 * rank):
@@ -336,7 +337,7 @@ def every_place_is_found_within_the_steps() -> None:
     """Each byte of a small module flips in turn."""
     every = 23
     for place in range(1, 25, 3):
-        model = wrapped(nn.Linear(12, 1), guard_every=every, on_divergence="raise")
+        model = wrapped(nn.Linear(12, 1), guard=every)
         part = model.module.weight[:, : 1 + place % 12]
         number, _ = found(model, 4 * every, on(1, place, partial(Tensor.detach, part), 7))
         assert number - place <= every
@@ -349,12 +350,12 @@ def two_ranks_have_no_majority_and_take_the_lower_ones() -> None:
 
 
 def a_buffer_that_differs_is_named_and_batch_statistics_are_left_out() -> None:
-    _, error = found(wrapped(WithBuffers(), guard_every=3, on_divergence="raise", broadcast_buffers=False), 12)
+    _, error = found(wrapped(WithBuffers(), guard=3, broadcast_buffers=False), 12)
     assert "buffer 'calls' differs between rank 0 and rank 1 (of 5 tensors)" in str(error)
 
 
 def optimizer_state_is_compared_where_it_is_given() -> None:
-    model = wrapped(mlp(), guard_every=4, on_divergence="raise")
+    model = wrapped(mlp(), guard=4)
     optimizer = torch.optim.Adam(model.parameters(), 0.0)
     model.guard_optimizer(optimizer)
     change = on(1, 6, lambda: optimizer.state[model.module[4].bias]["exp_avg_sq"], 30)
@@ -364,7 +365,7 @@ def optimizer_state_is_compared_where_it_is_given() -> None:
 
 def a_difference_that_is_gone_again_is_told_as_that() -> None:
     """The bit flips back before the hashes are compared: all is hashed after step 40, and judged after step 60."""
-    model = wrapped(mlp(), guard_every=40, on_divergence="raise")
+    model = wrapped(mlp(), guard=40)
 
     def change(number: int) -> None:
         if default_group().rank() == 1 and number in (38, 45):
@@ -377,13 +378,13 @@ def a_difference_that_is_gone_again_is_told_as_that() -> None:
 
 def ranks_with_other_guards_are_told() -> None:
     with pytest.raises(MismatchError) as caught:
-        wrapped(mlp(), guard_every=3 + default_group().rank())
-    assert "guard_every=3, on_divergence='raise', guard_ignore=[] on rank" in str(caught.value)
-    assert "guard_every=4" in str(caught.value)
+        wrapped(mlp(), guard=3 + default_group().rank())
+    assert "every=3, on='raise', ignore=[] on rank" in str(caught.value)
+    assert "every=4" in str(caught.value)
 
 
 def a_copy_of_the_wrapper_has_its_own_guard() -> None:
-    again = copy.deepcopy(wrapped(mlp(), guard_every=10))
+    again = copy.deepcopy(wrapped(mlp(), guard=10))
     optimizer = torch.optim.SGD(again.parameters(), 0.1)
     for number in range(25):
         step(again, optimizer, number)
@@ -391,7 +392,7 @@ def a_copy_of_the_wrapper_has_its_own_guard() -> None:
 
 
 def by_default_it_can_raise_and_can_be_left_out() -> None:
-    model = wrapped(mlp(), on_divergence="raise")
+    model = wrapped(mlp(), guard=Guard(on="raise"))
     number, error = found(model, 540, on(1, 20, lambda: model.module[2].weight, 5))
     assert number <= 520
     assert isinstance(error, MismatchError)
@@ -503,16 +504,18 @@ def test_by_default_a_flipped_bit_is_told_once_and_training_goes_on(when: int) -
 
 
 def arguments_that_cannot_be_used_are_refused() -> None:
-    for options, words in [
-        ({"guard_every": -1}, "guard_every must be a whole number from 0 on, not -1"),
-        ({"guard_every": True}, "guard_every must be"),
-        ({"guard_every": 1.5}, "guard_every must be"),
-        ({"on_divergence": "stop"}, "on_divergence must be one of raise, warn, sync, not 'stop'"),
-        ({"guard_ignore": "0.weight"}, "guard_ignore must be a list of names or patterns"),
-        ({"guard_ignore": ["nothing.*"]}, "has 'nothing.*', which fits no parameter and no buffer"),
-    ]:
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: -1, "Guard: every must be a whole number from 0 on, not -1"),
+        (lambda: True, "RingDP: guard must be a ringdp.Guard, a number of steps, or None, not True"),
+        (lambda: 1.5, "RingDP: guard must be"),
+        (lambda: Guard("often"), "Guard: every must be"),  # type: ignore[arg-type]
+        (lambda: Guard(on="stop"), "Guard: on must be one of raise, warn, sync, not 'stop'"),
+        (lambda: Guard(ignore="0.weight"), "Guard: ignore must be a list of names or patterns"),
+        (lambda: Guard(ignore=["nothing.*"]), "has 'nothing.*', which fits no parameter and no buffer"),
+    ]
+    for given, words in cases:
         with pytest.raises(InvalidArgumentError) as caught:
-            wrapped(mlp(), **options)  # type: ignore[arg-type]
+            wrapped(mlp(), guard=given())
         assert words in str(caught.value)
 
 

@@ -112,7 +112,7 @@ def trained(kind: str) -> tuple[list[list[str]], list[str]]:
     rank = dist.get_rank()
     net = Net(kind, 1.0 + rank, frozen=True)
     with logged("ringdp") as heard:
-        model = RingDP(net, guard_every=4)
+        model = RingDP(net, guard=4)
         optimizer = torch.optim.SGD(net.layer.parameters(), 0.1)
         states = [words(net)]
         for number in range(6):

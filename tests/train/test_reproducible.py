@@ -202,7 +202,7 @@ def test_compressors_in_python(tmp_path: Path, compression: Any) -> None:
         pytest.param("joined", {}, marks=pytest.mark.ci),
         ("joined", {"weight": "samples", "compression": "int8"}),
         ("plain", {"static_graph": True}),
-        ("plain", {"reduce_dtype": torch.float64, "guard_every": 1}),
+        ("plain", {"reduce_dtype": torch.float64, "guard": 1}),
         ("plain", {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
         ("plain", {"rules": [("0.*", "int8"), ("2.*", "bf16")]}),
         pytest.param("compiled", {}, marks=pytest.mark.ci),

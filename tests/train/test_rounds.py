@@ -742,7 +742,7 @@ def test_exact_inside_and_rounds_between(unequal: bool) -> None:
     inside, between = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0], None
     between = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     module = reference.model(torch.float32)
-    model = ringdp.RingDP(module, process_group=inside, guard_every=1)
+    model = ringdp.RingDP(module, process_group=inside, guard=1)
     optimizer = adamw(list(model.parameters()))
     rounds = DiLoCo(
         model, optimizer, every=4, fragments=2, delay=1, compression="int4", process_group=between, unequal=unequal

@@ -32,7 +32,7 @@ def asked(data: str, steps: int = 35, loss: str = "square", **options: Any) -> l
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compression": "int8"}, {"gradient_as_bucket_view": False}, {"weight": "samples"}, {"guard_every": 100}],
+    [{}, {"compression": "int8"}, {"gradient_as_bucket_view": False}, {"weight": "samples"}, {"guard": 100}],
     ids=str,
 )
 def test_rank_0_asks_once(options: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def test_nothing_is_asked_of_ranks_with_samples_of_their_own(data: str, loss: st
 
 
 def test_a_guard_that_is_switched_off_asks_nothing() -> None:
-    assert run_ranks(asked, "same", guard_every=0, backend="ring", timeout_s=40) == [[], []]
+    assert run_ranks(asked, "same", guard=0, backend="ring", timeout_s=40) == [[], []]
 
 
 def test_one_rank_asks_nothing() -> None:

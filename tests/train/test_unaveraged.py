@@ -120,11 +120,11 @@ def test_the_others_are_not(how: str) -> None:
 
 def test_one_rank_and_a_guard_that_is_switched_off_are_silent() -> None:
     assert run_ranks(said, "past the wrapper", world_size=1, backend="ring") == [[]]
-    assert run_ranks(said, "past the wrapper", guard_every=0, backend="ring") == [[], []]
+    assert run_ranks(said, "past the wrapper", guard=0, backend="ring") == [[], []]
 
 
 def never_called() -> None:
-    said("past the wrapper", 30, guard_every=5, on_divergence="raise")
+    said("past the wrapper", 30, guard=5)
 
 
 def test_the_guard_finds_replicas_whose_wrapper_is_never_called() -> None:

@@ -30,13 +30,13 @@ def calls() -> set[tuple[str, str]]:
     found = set()
     for path in (ROOT / "ringdp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
-            if not isinstance(node, ast.Call) or name not in ("refuse", "explain", "refuse_where_elastic"):
+            function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if function not in ("refusals.refuse", "refusals.explain", "refuse_where_elastic"):
                 continue
+            assert isinstance(node, ast.Call)
             words = [word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
-            if name == "refuse_where_elastic":
-                words.insert(0, "elastic")
-            if len(words) >= 2 and path.name != "refusals.py":
+            words = ["elastic", *words] if function == "refuse_where_elastic" else words
+            if len(words) >= 2:
                 found.add((words[0], words[1]))
     return found
 

@@ -18,7 +18,7 @@ _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
 ADVICE = (
     "Find the code that only some ranks run on it, and start from a checkpoint; or let RingDP copy from the majority"
-    " (on_divergence='sync'), or leave out what is meant to differ (guard_ignore=[…])"
+    " (Guard(on='sync')), or leave out what is meant to differ (Guard(ignore=[…]))"
 )
 
 

@@ -2,7 +2,7 @@
 
 Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its
 replica's bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows
-and parts are cut so that a difference is found within `guard_every` steps; in the other steps a guard only counts.
+and parts are cut so that a difference is found within `every` steps; in the other steps a guard only counts.
 """
 
 from __future__ import annotations

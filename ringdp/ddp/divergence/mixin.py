@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 from ringdp import refusals
 from ringdp.ddp.divergence.attached import AttachedGuard
 from ringdp.ddp.divergence.guard import DivergenceGuard, check_now
-from ringdp.ddp.divergence.options import GuardOptions
+from ringdp.ddp.divergence.options import Guard
 from ringdp.ddp.in_use import averages_elements
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
@@ -29,7 +29,7 @@ class GuardedModule:
     """
 
     process_group: dist.ProcessGroup
-    _guard_options: GuardOptions
+    _guard_options: Guard
     _guard: DivergenceGuard | AttachedGuard | None
     _monitor: StepMonitor
     _has_joined: bool = False
@@ -50,7 +50,7 @@ class GuardedModule:
     def check_replicas(self) -> None:
         """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
 
-        As the guard it leaves out the tensors of ``guard_ignore``, and buffers that each forward broadcasts.
+        As the guard it leaves out the tensors of its ``ignore``, and buffers that each forward broadcasts.
 
         Raises:
             MismatchError: they differ; names the first tensor and the ranks.

@@ -1,7 +1,9 @@
-"""RingDP's arguments of the guard."""
+"""RingDP's argument ``guard``."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +20,44 @@ from ringdp.job.backend import BACKEND, backend_of
 
 
 @dataclass(frozen=True)
-class GuardOptions:
-    """RingDP's arguments of the guard.
+class Guard:
+    """How replicas are compared while they train: ``RingDP(model, guard=Guard(100, "sync", ["head.*"]))``.
 
-    Attributes:
-        every: steps within which a difference is found; 0: there is no guard; None: the default guard, where it costs
-            next to nothing and the ranks' parameters must be equal.
-        action: the action after a difference.
-        ignore: patterns of names to leave out.
+    Args:
+        every: steps, such as 100, within which a parameter, or a buffer that is not broadcast, is found that is not
+            equal to the bit on all ranks; on the CPU. 0: nothing is compared. None: parameters alone, within 500 steps,
+            over ring, unless ``init_sync=False`` or a communication hook lets them differ.
+        on: the action after a difference: "raise", the default where `every` is a number; "warn" once for each tensor,
+            the default otherwise; or "sync": copy it from the majority of the ranks.
+        ignore: names or patterns (``head.*``) of parameters and buffers that are meant to differ.
+
+    Raises:
+        InvalidArgumentError: another value.
     """
 
     every: int | None = None
-    action: str = "warn"
-    ignore: tuple[str, ...] = ()
+    on: str | None = None
+    ignore: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            values.whole("Guard", "every", self.every, 0)
+        set_field = functools.partial(object.__setattr__, self)
+        set_field("on", ("warn" if self.every is None else "raise") if self.on is None else self.on)
+        values.choice("Guard", "on", self.on, ACTIONS)
+        if isinstance(self.ignore, str) or not all(isinstance(one, str) for one in self.ignore):
+            values.refuse("Guard", "ignore", self.ignore, "a list of names or patterns")
+        set_field("ignore", tuple(self.ignore))
 
     @classmethod
-    def checked(cls, every: Any, action: Any, ignore: Any, module: torch.nn.Module) -> GuardOptions:
-        """Raises InvalidArgumentError."""
-        if every is not None:
-            values.whole("RingDP", "guard_every", every, 0)
-        if action is None:
-            action = "warn" if every is None else "raise"
-        values.choice("RingDP", "on_divergence", action, ACTIONS)
-        return cls(every, action, check_patterns(module, tuple(ignore) if not isinstance(ignore, str) else ignore))
+    def checked(cls, given: Any, module: torch.nn.Module) -> Guard:
+        """Of RingDP's argument ``guard``. Raises InvalidArgumentError."""
+        if given is None or (isinstance(given, int) and not isinstance(given, bool)):
+            given = cls(given)
+        if not isinstance(given, cls):
+            values.refuse("RingDP", "guard", given, "a ringdp.Guard, a number of steps, or None")
+        check_patterns(module, given.ignore)
+        return given
 
     def guard(self, wrapper: Any, *, starts_alike: bool) -> DivergenceGuard | AttachedGuard | None:
         """The guard of this wrapper, None where there is none.
@@ -59,13 +76,14 @@ class GuardOptions:
             return None
         if wrapper.device_type != "cpu":
             raise InvalidArgumentError(
-                f"guard_every={self.every}: the guard hashes tensors on the CPU, and this module is on"
-                f" {wrapper.device_type}: leave guard_every out, and compare checkpoints"
+                f"guard={self.every}: the guard hashes tensors on the CPU, and this module is on"
+                f" {wrapper.device_type}: leave guard out, and compare checkpoints"
             )
         return DivergenceGuard(wrapper, self.every, self.comparison())
 
     def comparison(self) -> Comparison:
-        return Comparison(self.action, self.ignore, with_buffers=self.every is not None)
+        assert self.on is not None  # since __post_init__
+        return Comparison(self.on, tuple(self.ignore), with_buffers=self.every is not None)
 
     def __str__(self) -> str:
-        return f"guard_every={self.every}, on_divergence={self.action!r}, guard_ignore={list(self.ignore)}"
+        return f"every={self.every}, on={self.on!r}, ignore={list(self.ignore)}"

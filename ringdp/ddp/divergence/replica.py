@@ -6,7 +6,6 @@ import fnmatch
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,18 +112,11 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def check_patterns(module: torch.nn.Module, patterns: Any) -> tuple[str, ...]:
-    """The patterns of guard_ignore, of which each fits a name of `module`.
-
-    Raises:
-        InvalidArgumentError: not a list of texts, or one that fits nothing.
-    """
-    if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
-        raise InvalidArgumentError(f"RingDP's guard_ignore must be a list of names or patterns, not {patterns!r}")
+def check_patterns(module: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Raise InvalidArgumentError where a pattern of a guard's `ignore` fits no name of `module`."""
     names = [clean_name(name) for kind in (module.named_parameters(), module.named_buffers()) for name, _ in kind]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise InvalidArgumentError(
-                f"RingDP's guard_ignore has {pattern!r}, which fits no parameter and no buffer of the module"
+                f"Guard: ignore has {pattern!r}, which fits no parameter and no buffer of the module"
             )
-    return tuple(patterns)

@@ -46,7 +46,7 @@ class SameData:
                 "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"
                 " the same data? Give each rank samples of its own: torch.utils.data.DistributedSampler or"
                 " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th sample, from number rank on."
-                " Logged once; guard_every=0 turns it off.",
+                " Logged once; guard=0 turns it off.",
                 len(gathered),
                 self._alike,
                 step,
