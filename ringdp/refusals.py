@@ -60,7 +60,7 @@ FEATURES = {
     "compressed kvstore": "the compression of a key-value store",
     "sampler": "BalancedSampler",
     "rounds": "averaging in rounds ({name})",
-    "group": "a RingDP whose process group is not that of ringdp.init() on the CPU",
+    "group": "a RingDP over another than the default process group of ringdp.init() on the CPU",
     "backend": "the backend {name}",
     "ddp_hook": "ddp_hook or simulate",
     "hosts that join": "--nnodes with a minimum and a maximum",
