@@ -164,7 +164,7 @@ def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> No
 
 
 TELLS = """
-    import os, signal
+    import os, signal, time
     import torch
     import ringdp
 
@@ -175,6 +175,7 @@ TELLS = """
     for step in range(9):
         loss = model(torch.full((4, 10), float(place + step))).square().mean()
         if (step, place) in DEATHS:
+            time.sleep(0.5)  # the others have printed the step before
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         model.zero_grad()

@@ -148,6 +148,7 @@ def test_the_node_that_keeps_the_store_is_gone(tmp_path: Path, jobs: list[Job]) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_waits_can_be_stopped(tmp_path: Path, jobs: list[Job], number: signal.Signals) -> None:
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
+    wait_until((tmp_path / "rank0-0").exists, "the rank that ends well")
     time.sleep(1.0)
     nodes[0].process.send_signal(number)
     wait_until(lambda: "ringrun: stopped by" in nodes[0].err, "the last words", 2)
@@ -159,6 +160,7 @@ def test_who_waits_can_be_stopped(tmp_path: Path, jobs: list[Job], number: signa
 
 def test_who_is_stopped_while_others_wait_for_it_tells_them(tmp_path: Path, jobs: list[Job]) -> None:
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
+    wait_until(lambda: all((tmp_path / f"rank{rank}-0").exists() for rank in nodes), "the ranks' scripts")
     nodes[1].process.send_signal(signal.SIGTERM)
     fails_within(nodes[0], 5)
     assert re.search(r"FAILED after .*: the launcher on host \S+ was stopped by SIGTERM", nodes[0].err), nodes[0].err
