@@ -8,6 +8,8 @@ statuses, sessions and output are as of a process that the agent started. A rank
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import io
@@ -21,6 +23,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 LARGEST = 1 << 17  # of a request, with its environment
@@ -50,10 +53,18 @@ def install(name: str) -> None:
     def run_with_server(orders: agent.Orders) -> NoReturn:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-        setattr(subprocess_handler, "Popen", _Server(name).popen)  # noqa: B010
+        if _imports_torch(orders.arguments.torchrun.training_script):
+            setattr(subprocess_handler, "Popen", _Server(name).popen)  # noqa: B010
         run(orders)
 
     agent.run = run_with_server
+
+
+def _imports_torch(path: str) -> bool:
+    """A script that does not is started sooner by a fresh interpreter."""
+    with contextlib.suppress(OSError):
+        return any(word in Path(path).read_text() for word in ("import torch", "import ringdp"))
+    return False
 
 
 class _Server:
@@ -137,7 +148,7 @@ def _serve(connection: int, name: str) -> NoReturn:
 
 
 def _be_rank(words: list[str], environ: Mapping[str, str], folder: str, name: str) -> NoReturn:
-    """Run the script as Python would, and end the interpreter from within the frames that the launcher left here."""
+    """Run the script as Python would, and end the process from within the frames that the launcher left here."""
     import torch
 
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
@@ -173,5 +184,9 @@ def _be_rank(words: list[str], environ: Mapping[str, str], folder: str, name: st
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         code = 1
-    ctypes.pythonapi.Py_Exit(code)
-    raise AssertionError("Py_Exit returned")
+    # As multiprocessing's processes end: to take torch's modules apart needs a second.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
