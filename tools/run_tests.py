@@ -46,7 +46,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier("not slow and not integrations and not ci and not nightly", "17 min"),
+    "default": Tier("not slow and not integrations and not ci and not nightly", "11 min"),
     "ci": Tier("ci and not slow and not nightly"),
     "nightly": Tier("nightly and not slow"),
     "slow": Tier("slow and not integrations", "an hour or more"),
