@@ -15,10 +15,10 @@ from ringdp.errors import InvalidArgumentError
 _MOST_SHOWN = 80  # characters of a value
 
 
-def whole(who: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+def whole(who: str, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
     """A Python int from `least` to `most`; True is none."""
-    if not isinstance(value, int) or isinstance(value, bool) or not _low(least) <= value <= _high(most):
-        limits = f"{'' if least is None else f' from {least} on'}{'' if most is None else f', at most {most}'}"
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        limits = f"{f' from {least} on' if least > -math.inf else ''}{f', at most {most}' if most < math.inf else ''}"
         refuse(who, name, value, f"a whole number{limits}")
     return value
 
@@ -42,14 +42,6 @@ def choice(who: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
     if not any(type(value) is type(it) and value == it for it in choices):
         refuse(who, name, value, f"one of {', '.join(map(str, choices))}")
     return value
-
-
-def _low(least: int | None) -> float:
-    return -math.inf if least is None else least
-
-
-def _high(most: int | None) -> float:
-    return math.inf if most is None else most
 
 
 def refuse(who: str, name: str, value: Any, allowed: str) -> NoReturn:

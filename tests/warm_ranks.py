@@ -44,6 +44,11 @@ READ_BEFORE = (
 _PR_SET_NAME = 15  # prctl(2)
 
 
+def name_process(name: str) -> None:
+    """As comm of proc(5) has it: fifteen characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
 def install(name: str) -> None:
     """Let this launcher's agent start ranks by a server. They have `name` as theirs (comm of proc(5))."""
     from ringdp.launcher import agent
@@ -75,7 +80,7 @@ class _Server:
         gc.freeze()
         if os.fork() == 0:
             os.setpgid(0, 0)  # signals to the group of the agent are not for it
-            ctypes.CDLL(None).prctl(_PR_SET_NAME, b"warm ranks")
+            name_process("warm ranks")
             _serve(os.dup2(there.fileno(), 3), name)
         there.close()
 
@@ -151,7 +156,7 @@ def _be_rank(words: list[str], environ: Mapping[str, str], folder: str, name: st
     """Run the script as Python would, and end the process from within the frames that the launcher left here."""
     import torch
 
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    name_process(name)
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

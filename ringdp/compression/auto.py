@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NoReturn
 
 from torch import Tensor
 
@@ -48,15 +47,10 @@ class Auto:
         return ALLOW[self.allow]
 
     def compress(self, x: Tensor, info: Info) -> Payload:
-        refuse()
+        refusals.refuse("auto", "ddp_hook")
 
     def decompress(self, payload: Payload, info: Info) -> Tensor:
-        refuse()
-
-
-def refuse() -> NoReturn:
-    """Raise InvalidArgumentError: something else than RingDP was given it."""
-    refusals.refuse("auto", "ddp_hook")
+        refusals.refuse("auto", "ddp_hook")
 
 
 def with_permission(compression: Compression, allow: str | None) -> Compression:

@@ -7,7 +7,7 @@ compare the changes before the buckets are laid out anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,14 +121,12 @@ class ChangingModule(CompressedModule):
     logger: Any
     parameters_to_ignore: Any
     broadcast_bucket_size: int
+    _features: Callable[[], dict[str, str]]
     _module_parameters: list[torch.nn.Parameter]
     _reduced: ReducedGradients
     _snapshot: Any  # ringdp._C.ModuleSnapshot
     _broadcast_new: bool
     _never_reduced: Sequence[ModelParameter] = ()
-
-    def _features(self) -> dict[str, str]:
-        raise NotImplementedError  # RingDP has it
 
     def _follow_parameters(self) -> None:
         """Where the module has changed since the buckets were laid out: compare the changes with all ranks, and lay out

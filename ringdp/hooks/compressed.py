@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
+from ringdp import refusals
 from ringdp.compression import Auto, Compression, Compressor, Rules, saved
-from ringdp.compression.auto import refuse
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, Tally, agree
 from ringdp.compression.exchange.finite import all_finite
@@ -318,7 +318,7 @@ def ddp_hook(
     """
     chosen = Rules(compression, rules, unmatched_rules)
     if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.pairs))):
-        refuse()
+        refusals.refuse("auto", "ddp_hook")
     of_hook = HookRules(chosen, model, process_group)
     hook = CompressedHook(
         of_hook.choose,

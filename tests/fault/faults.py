@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -56,14 +57,6 @@ class Stop:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@dataclass(frozen=True)
-class Sleep:
-    seconds: float
-
-    def __call__(self) -> None:
-        time.sleep(self.seconds)
-
-
 def close_pollers() -> None:
     """The descriptors by which the core waits."""
     for name in os.listdir("/proc/self/fd"):
@@ -92,7 +85,7 @@ class Faults:
         return self._with(rank, step, phase, Stop(seconds))
 
     def sleep(self, rank: int, step: int, phase: str, seconds: float) -> Faults:
-        return self._with(rank, step, phase, Sleep(seconds))
+        return self._with(rank, step, phase, functools.partial(time.sleep, seconds))
 
     def close_pollers(self, rank: int, step: int, phase: str) -> Faults:
         return self._with(rank, step, phase, close_pollers)

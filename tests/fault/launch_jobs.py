@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, str(ROOT / "launch.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "LAUNCH_TEST_MARK"
-_PR_SET_NAME = 15  # prctl(2); a name has fifteen characters
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
@@ -148,7 +146,7 @@ class Job:
 
 def _launch(error: int, folder: str, mark: str, arguments: Sequence[str]) -> None:
     """As `launch.py` in that folder. It and its agent have the mark as their name; the ranks have it as a variable."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, mark[:15].encode())
+    warm_ranks.name_process(mark[:15])
     os.dup2(error, 2)
     os.close(error)
     os.setsid()

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "_build", "_C"},
     "job": {"", "errors", "refusals", "config", "_build", "_C"},
     "compression": {"errors", "values", "refusals", "_C"},
-    "hooks": {"errors", "compression", "job", "_C"},
+    "hooks": {"errors", "refusals", "compression", "job", "_C"},
     "diagnosis": {"", "errors", "text", "costs", "config", "job", "_C"},
     "ddp": {"errors", "values", "refusals", "text", "config", "job", "compression", "hooks", "diagnosis", "_C"},
     "amp": {"errors", "hooks", "ddp", "_C"},
