@@ -182,10 +182,10 @@ def same_everywhere(*what: Any) -> bool:
 
 
 def require_same_bits(tensors: Iterable[torch.Tensor]) -> None:
-    """Of a rank: its tensors must have the bits of every other rank's."""
+    """Of a rank: its tensors, on whatever device, must have the bits of every other rank's."""
     import torch.distributed as dist
 
-    mine = [tensor.detach().clone() for tensor in tensors]
+    mine = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     for rank, theirs in enumerate(everybody):
