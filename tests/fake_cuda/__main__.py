@@ -40,8 +40,8 @@ NOT_THERE = "not captur and not synchronises_the_device and not waits_for_nothin
 # Written for the CPU, and run with all tensors on the device (everything.py).
 TRAINING = [f"tests/train/test_parallel_{name}.py" for name in ("gradients", "unused", "freezing", "hooks")]
 # What is another on a device: which ranks lack a gradient is read now and then, memory comes in larger blocks, a tensor
-# on this one cannot be pickled.
-NOT_ALIKE = "not who_lacks and not between_accumulation_steps and not copies"
+# on this one cannot be pickled, and sparse ones are gloo's.
+NOT_ALIKE = "not who_lacks and not between_accumulation_steps and not copies and not sparse_gradients"
 
 
 def build() -> tuple[Path, Path]:

@@ -126,11 +126,19 @@ void BackendWatchdog::throw_if_failed() const {
   if (const auto failure = failure_within(std::chrono::milliseconds(0))) std::rethrow_exception(failure);
 }
 
-void BackendWatchdog::throw_first_cause() const {
-  if (const auto failure = failure_within(kCauseGrace)) std::rethrow_exception(failure);
+void BackendWatchdog::wait_for(const std::function<c10::intrusive_ptr<c10::ivalue::Future>()>& future_of) const {
+  try {
+    const auto future = future_of();
+    wait_until_complete_or_failed(*future);
+    if (future->hasError()) std::rethrow_exception(future->exception_ptr());
+  } catch (...) {
+    if (const auto failure = failure_within(kCauseGrace)) std::rethrow_exception(failure);  // it names the guilty rank
+    throw;
+  }
+  throw_if_failed();
 }
 
-void BackendWatchdog::wait_for(c10::ivalue::Future& future) const {
+void BackendWatchdog::wait_until_complete_or_failed(c10::ivalue::Future& future) const {
   if (future.completed()) return;
   future.addCallback(
       [state = state_](c10::ivalue::Future&) {

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -41,12 +42,9 @@ class BackendWatchdog {
 
   // Throws the failure of ring's group, if it has failed.
   void throw_if_failed() const;
-  // Called inside a catch block for an exception of the foreign backend. Waits a moment for a failure of ring's group
-  // and throws it, because it names the guilty rank; returns if there is none.
-  void throw_first_cause() const;
-  // Waits for the foreign backend's future; throws ring's failure as soon as there is one. (On devices such futures are
-  // complete at once, and their results are ordered by a stream.)
-  void wait_for(c10::ivalue::Future& future) const;
+  // Waits for a future of the foreign backend, which `future_of` gets; throws ring's failure as soon as there is one, and
+  // before the future's own. (On devices such futures are complete at once, and their results are ordered by a stream.)
+  void wait_for(const std::function<c10::intrusive_ptr<c10::ivalue::Future>()>& future_of) const;
 
   bool aborted() const;  // the foreign backend's abort() has returned
 
@@ -68,6 +66,7 @@ class BackendWatchdog {
   };
   static void run(const std::shared_ptr<State>& state, const c10::intrusive_ptr<c10d::Backend>& foreign);
   std::exception_ptr failure_within(std::chrono::milliseconds time) const;
+  void wait_until_complete_or_failed(c10::ivalue::Future& future) const;
 
   const std::shared_ptr<GroupHandle> group_;  // shared with the ProcessGroupRing
   const std::shared_ptr<State> state_;

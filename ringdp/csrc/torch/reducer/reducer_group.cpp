@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/naming.h"
 #include "torch/backend/process_group.h"
+#include "torch/backend/watchdog.h"
 #include "torch/reducer/reducer_errors.h"
 
 namespace ringdp {
@@ -74,7 +75,7 @@ std::vector<std::vector<uint8_t>> ReducerGroup::gather(const std::vector<uint8_t
   for (int rank = 0; rank < ranks_; ++rank) received[0].push_back(at::empty_like(sent[0]));
   {
     const NamedScope scope(name);
-    group_->allgather(received, sent)->wait();
+    finish(*group_->allgather(received, sent), device);
   }
   std::vector<std::vector<uint8_t>> result;
   for (const at::Tensor& bytes : received[0]) {
@@ -91,11 +92,17 @@ std::vector<int32_t> ReducerGroup::broadcast(const std::vector<int32_t>& mine, c
   std::vector<at::Tensor> tensors{at::tensor(mine, at::kInt).to(device)};
   {
     const NamedScope scope(name);
-    group_->broadcast(tensors)->wait();
+    finish(*group_->broadcast(tensors), device);
   }
   const at::Tensor here = tensors[0].cpu().contiguous();
   const int32_t* first = here.const_data_ptr<int32_t>();
   return {first, first + here.numel()};
+}
+
+void ReducerGroup::finish(c10d::Work& work, c10::Device device) const {
+  if (const auto watchdog = watchdog_of(*group_, device.type()))
+    watchdog->wait_for([&] { return work.getFuture(); });
+  work.wait();
 }
 
 std::string ReducerGroup::notify_others(const std::string& what, c10::Device device) {
@@ -105,7 +112,7 @@ std::string ReducerGroup::notify_others(const std::string& what, c10::Device dev
     std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device))};
     c10d::AllreduceOptions options;
     options.timeout = kNotifyTimeout;
-    group_->allreduce(tensors, options)->wait();
+    finish(*group_->allreduce(tensors, options), device);
     return " The other ranks' backwards stopped at the same place, and none of them waits.";
   } catch (...) {
     return " The other ranks were notified, but are in another operation:\n" + current_error_text();

@@ -58,6 +58,9 @@ class ReducerGroup {
   std::string notify_others(const std::string& what, c10::Device device);
 
  private:
+  // Waits for the operation; where another backend does it, for a failure of the ring beside it as well.
+  void finish(c10d::Work& work, c10::Device device) const;
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int ranks_;
   bool average_;

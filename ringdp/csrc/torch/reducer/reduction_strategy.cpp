@@ -44,20 +44,6 @@ void look_at_signals_until_done(c10d::Work& work) {
   if (future) wait_until_complete(*future, std::chrono::milliseconds(0));
 }
 
-// Waits for the other backend. A failure of ring's group is thrown before its exception.
-template <class FutureOf>
-void wait_watched(BackendWatchdog& watchdog, FutureOf&& future_of) {
-  try {
-    const FuturePointer what = future_of();
-    watchdog.wait_for(*what);
-    if (what->hasError()) std::rethrow_exception(what->exception_ptr());
-  } catch (...) {
-    watchdog.throw_first_cause();
-    throw;
-  }
-  watchdog.throw_if_failed();
-}
-
 at::Tensor as_real(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
 
 const CodecReduction& codec_of(const Bucket& bucket) { return static_cast<const CodecReduction&>(*bucket.reduction); }
@@ -98,7 +84,7 @@ ReductionStrategy::Clock::time_point ReductionStrategy::wait(Bucket& bucket, Buc
                                                              BackendWatchdog* watchdog) {
   const WorkPointer& work = operation.work;
   if (bucket.buffer.is_cpu()) look_at_signals_until_done(*work);
-  if (watchdog != nullptr) wait_watched(*watchdog, [&] { return work->getFuture(); });
+  if (watchdog != nullptr) watchdog->wait_for([&] { return work->getFuture(); });
   work->wait();
   const auto* ring_work = dynamic_cast<const RingWork*>(work.get());
   return ring_work != nullptr ? ring_work->marked_at() : Clock::time_point();
@@ -300,7 +286,7 @@ ReductionStrategy::Clock::time_point HookStrategy::wait(Bucket& bucket, BucketOp
   };
   if (!wait_until_complete(future, limit.count() > 0 ? limit + kHookGrace : limit, look))
     throw_late_hook(bucket, limit);
-  if (watchdog != nullptr) wait_watched(*watchdog, [&] { return operation.future; });
+  if (watchdog != nullptr) watchdog->wait_for([&] { return operation.future; });
   future.wait();
   return bucket.times.done->load();
 }
