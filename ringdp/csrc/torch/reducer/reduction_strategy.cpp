@@ -83,8 +83,10 @@ class Builtin final : public c10d::CommHookInterface {
 ReductionStrategy::Clock::time_point ReductionStrategy::wait(Bucket& bucket, BucketOperation& operation,
                                                              BackendWatchdog* watchdog) {
   const WorkPointer& work = operation.work;
-  if (bucket.buffer.is_cpu()) look_at_signals_until_done(*work);
-  if (watchdog != nullptr) watchdog->wait_for([&] { return work->getFuture(); });
+  if (watchdog != nullptr)
+    watchdog->wait_for([&] { return work->getFuture(); });
+  else if (bucket.buffer.is_cpu())
+    look_at_signals_until_done(*work);
   work->wait();
   const auto* ring_work = dynamic_cast<const RingWork*>(work.get());
   return ring_work != nullptr ? ring_work->marked_at() : Clock::time_point();
