@@ -98,7 +98,7 @@ def run(compressor: CCompressor, options: argparse.Namespace) -> bool:
         print(check_compressor(compressor))
     torch.manual_seed(options.seed)
     teacher, network = (nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 8)) for _ in range(2))
-    model = ringdp.RingDP(network, compression=compressor, rules=[("*", compressor)])  # biases, too
+    model = ringdp.RingDP(network, compression=ringdp.Compression(rules=[("*", compressor)]))  # biases, too
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     samples = torch.Generator().manual_seed(options.seed * ranks + dist.get_rank())
     for _ in range(options.steps):

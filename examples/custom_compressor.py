@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
-from ringdp.compression import Info
+from ringdp.compression import Compression, Info
 from ringdp.hooks import ddp_hook
 from ringdp.testing import check_compressor
 
@@ -92,7 +92,7 @@ def train(images: Tensor, labels: Tensor, options: argparse.Namespace) -> Distri
     network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
     model = DistributedDataParallel(network)
     # The last layer stays exact.
-    model.register_comm_hook(*ddp_hook("block sign", rules=[("4.weight", None)], model=model))
+    model.register_comm_hook(*ddp_hook(Compression("block sign", [("4.weight", None)]), model=model))
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     rank, ranks, loss = dist.get_rank(), dist.get_world_size(), torch.zeros(())
     for epoch in range(options.epochs):

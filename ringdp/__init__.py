@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, nn, testing
+    from ringdp.compression.rules import Compression
     from ringdp.ddp.divergence.options import Guard
     from ringdp.ddp.gradient_memory import gradient_memory
     from ringdp.ddp.wrapper import RingDP
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from ringdp.rounds import DiLoCo, LocalSGD, levels
 
 __all__ = [
+    "Compression",
     "DamagedDataError",
     "DiLoCo",
     "ExpelledError",
@@ -94,6 +96,7 @@ _ERRORS = [name for name in __all__ if name.endswith("Error") or name == "Member
 _HOME = dict.fromkeys(__all__, "job.process_group") | dict.fromkeys(_ERRORS, "errors")
 _HOME |= {
     "RingDP": "ddp.wrapper",
+    "Compression": "compression.rules",
     "Guard": "ddp.divergence.options",
     "gradient_memory": "ddp.gradient_memory",
     "monitored_barrier": "job.barrier",

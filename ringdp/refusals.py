@@ -63,6 +63,7 @@ FEATURES = {
     "group": "a RingDP over another than the default process group of ringdp.init() on the CPU",
     "backend": "the backend {name}",
     "ddp_hook": "ddp_hook or simulate",
+    "warmup_steps": "warmup_steps of a Compression",
     "hosts that join": "--nnodes with a minimum and a maximum",
     "restarts on several hosts": "--max-restarts on several hosts",
     "run_path": "--run-path",
@@ -164,6 +165,7 @@ TABLE = (
     Row("weight", "delayed all-reduce", "that all-reduce counts all ranks the same", "leave out one of them"),
     Row("weight", "compiled backward", "its means are in the graph", "leave out one of them"),
     Row("auto", "compressed kvstore", "only RingDP measures while it trains", "name a compressor"),
+    Row("warmup_steps", "ddp_hook", "a hook does not count steps", "use RingDP, or register it later"),
     Row("auto", "ddp_hook", "only RingDP measures while it trains", "name a compressor"),
 )
 

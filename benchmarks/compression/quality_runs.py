@@ -120,7 +120,7 @@ class Averaged:
 
 def exact_names(model: nn.Module) -> list[str]:
     """The parameters that the rules leave exact unless told otherwise."""
-    chosen = compression.assign("int8", (), dict(model.named_parameters()), dict(model.named_modules()))
+    chosen = compression.assign("int8", dict(model.named_parameters()), dict(model.named_modules()))
     return [name for name, it in chosen.items() if it is None]
 
 

@@ -148,7 +148,7 @@ def wire_bytes(mode: Mode, module: nn.Module) -> int | None:
         return None
     from ringdp import _C, compression
 
-    chosen = compression.assign(mode.compressor or mode.hook, (), parameters, dict(module.named_modules()))
+    chosen = compression.assign(mode.compressor or mode.hook, parameters, dict(module.named_modules()))
     codecs = {name: getattr(it, "native", None) for name, it in chosen.items()}
     if any(it is not None and not codecs[name] for name, it in chosen.items()):
         return None

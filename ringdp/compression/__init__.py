@@ -16,9 +16,9 @@ from ringdp.compression.methods.random_k import RandomK
 from ringdp.compression.methods.sign import Sign
 from ringdp.compression.methods.stochastic import QSGD, TernGrad
 from ringdp.compression.methods.top_k import DGC, TopK
-from ringdp.compression.protocol import Compression, Compressor, Info, MergeCompressor, Payload, RoundsCompressor
+from ringdp.compression.protocol import Compressor, CompressorLike, Info, MergeCompressor, Payload, RoundsCompressor
 from ringdp.compression.registry import get, names, register
-from ringdp.compression.rules import Rules, assign
+from ringdp.compression.rules import Compression, assign
 
 __all__ = [
     "DGC",
@@ -29,6 +29,7 @@ __all__ = [
     "CCompressor",
     "Compression",
     "Compressor",
+    "CompressorLike",
     "ErrorFeedback",
     "Feedback",
     "Float16",
@@ -43,7 +44,6 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "RoundsCompressor",
-    "Rules",
     "Sign",
     "SignSGD",
     "TernGrad",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ringdp import refusals, values
-from ringdp.compression.protocol import Compression, Info, Payload
+from ringdp.compression.protocol import CompressorLike, Info, Payload
 from ringdp.compression.registry import register
 from ringdp.errors import InvalidArgumentError
 
@@ -53,7 +53,7 @@ class Auto:
         refusals.refuse("auto", "ddp_hook")
 
 
-def with_permission(compression: Compression, allow: str | None) -> Compression:
+def with_permission(compression: CompressorLike, allow: str | None) -> CompressorLike:
     """`compression`, where it is "auto" with `allow`.
 
     Raises:

@@ -167,5 +167,5 @@ class MergeCompressor(Compressor, Protocol):
         ...
 
 
-Compression: TypeAlias = str | Compressor | RoundsCompressor | None
+CompressorLike: TypeAlias = str | Compressor | RoundsCompressor | None
 """The choice of a compressor: a registered name, an object, or None for exact gradients."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ringdp.compression.feedback import feedback_of
-from ringdp.compression.protocol import AGGREGATES, Compression, Compressor
+from ringdp.compression.protocol import AGGREGATES, Compressor, CompressorLike
 from ringdp.errors import InvalidArgumentError
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
@@ -56,7 +56,7 @@ def names() -> list[str]:
     return sorted(_factories)
 
 
-def get(spec: Compression, **options: Any) -> Compressor | None:
+def get(spec: CompressorLike, **options: Any) -> Compressor | None:
     """The compressor of `spec`: a registered name, a compressor, or None for exact gradients.
 
     Args:

@@ -84,10 +84,10 @@ class RuleUse:
             InvalidArgumentError: no parameter fits some rule; says which, and the closest names.
         """
         unmatched = self.unmatched
-        if unmatched and self._rules.unmatched_rules == "error":
+        if unmatched and self._rules.asked.unmatched_rules == "error":
             raise InvalidArgumentError(
                 "; ".join(unmatched)
-                + ". Mend the rule, or pass unmatched_rules='warn' where rules are meant for other models too."
+                + ". Mend the rule, or pass Compression(…, unmatched_rules='warn') where rules are for several models."
             )
 
     @property

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ringdp import values
+from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import ModelParameter, clean_name
-from ringdp.compression.protocol import Compression, Compressor
+from ringdp.compression.protocol import Compressor, CompressorLike
 from ringdp.compression.registry import get
 from ringdp.errors import InvalidArgumentError
 
@@ -20,18 +21,24 @@ SMALL = 1024
 UNMATCHED = ("error", "warn")
 
 Condition: TypeAlias = str | range | type | Callable[[int], bool]
-Rule: TypeAlias = tuple[Condition, Compression]
+Rule: TypeAlias = tuple[Condition, CompressorLike]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """The rules of one model, checked; ask `of` about a parameter.
+class Compression:
+    """How a model's gradients are compressed: ``RingDP(net, compression=Compression("int8", warmup_steps=100))``.
+
+    It only holds what you say: RingDP and `set_compression` check it where the ranks meet, so that a mistake of one
+    rank is an error on all of them.
 
     Args:
-        compression: for parameters that no rule fits: a name, a compressor, or None for exact.
+        compressor: for parameters that no rule fits: a name, a compressor, or None for exact.
         rules: pairs of a condition and a name, a compressor or None; the first that fits is taken. A condition is a
             pattern of names as the shell has them (``"*.bias"``, ``"head.*"``), a range of sizes in elements
             (``range(0, 65536)``), a function of that size, or a type of module, whose own parameters are meant.
+        warmup_steps: how many synchronised steps stay exact before compression begins.
+        allow: what the compressor "auto" may choose among, as it measures: "exact", "near" (the default: bfloat16 and
+            int8), "4bit", "aggressive" (also the largest 1 %).
         unmatched_rules: the treatment of a rule that no parameter of the model fits: ``"error"``, or ``"warn"`` where
             rules are meant for several models.
 
@@ -43,37 +50,32 @@ class Rules:
     Without a rule of their own these stay exact: parameters of at most one dimension (biases, norms, the magnitudes of
     ``weight_norm``), those of normalisation layers, tensors under 1,024 elements, and tensors that are not dense, real
     and floating-point, of which rules cannot say otherwise.
-
-    Raises:
-        InvalidArgumentError: a condition or compressor that cannot be used.
     """
 
-    compression: Compression
+    compressor: CompressorLike = None
     rules: Iterable[Rule] = ()
+    warmup_steps: int = 0
+    allow: str | None = None
     unmatched_rules: str = "error"
 
-    def __post_init__(self) -> None:
-        values.choice("rules", "unmatched_rules", self.unmatched_rules, UNMATCHED)
-        if not isinstance(self.rules, Iterable) or isinstance(self.rules, str):
-            raise InvalidArgumentError(f"rules must be a list of pairs of condition and compressor, not {self.rules!r}")
-        checked = []
-        for rule in self.rules:
-            if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2:
-                raise InvalidArgumentError(f"a rule is a pair of condition and compressor, not {rule!r}")
-            condition, spec = rule
-            if not (isinstance(condition, str | range) or callable(condition)):
-                raise InvalidArgumentError(
-                    "a rule's condition must be a pattern of names, a range of sizes, a function of the size or a"
-                    f" type of module, not {condition!r}"
-                )
-            checked.append((condition, get(spec)))
-        object.__setattr__(self, "compression", get(self.compression))
-        object.__setattr__(self, "rules", tuple(checked))
 
-    @property
-    def pairs(self) -> tuple[tuple[Condition, Compressor | None], ...]:
-        """`rules`, with the compressors behind their names."""
-        return self.rules  # type: ignore[return-value]
+class Rules:
+    """A `Compression`, checked; ask `of` about a parameter.
+
+    Raises:
+        InvalidArgumentError: a compressor, condition or number that cannot be used.
+    """
+
+    def __init__(self, asked: CompressorLike | Compression) -> None:
+        chosen = asked if isinstance(asked, Compression) else Compression(asked)
+        values.choice("Compression", "unmatched_rules", chosen.unmatched_rules, UNMATCHED)
+        values.whole("Compression", "warmup_steps", chosen.warmup_steps, 0)
+        if not isinstance(chosen.rules, Iterable) or isinstance(chosen.rules, str):
+            raise InvalidArgumentError(f"rules must be pairs of condition and compressor, not {chosen.rules!r}")
+        pairs = tuple(map(_checked, chosen.rules))
+        self.asked: Compression = dataclasses.replace(chosen, rules=pairs)
+        self.pairs: tuple[tuple[Condition, Compressor | None], ...] = pairs
+        self.compressor: Compressor | None = get(with_permission(chosen.compressor, chosen.allow))
 
     @property
     def need_names(self) -> bool:
@@ -83,7 +85,7 @@ class Rules:
     @property
     def compress(self) -> bool:
         """Whether some parameter may be compressed."""
-        return self.compression is not None or any(compressor is not None for _, compressor in self.pairs)
+        return self.compressor is not None or any(compressor is not None for _, compressor in self.pairs)
 
     def of(self, one: ModelParameter) -> Compressor | None:
         """The compressor of this parameter, or None for exact."""
@@ -95,7 +97,7 @@ class Rules:
         small = vector or one.parameter.numel() < SMALL
         if small or any(map(is_norm, one.owners)):
             return None
-        return cast("Compressor | None", self.compression)  # since __post_init__
+        return self.compressor
 
     def fitting(self, one: ModelParameter) -> Iterator[int]:
         """The places of the rules that this parameter fits, the first of which counts.
@@ -127,13 +129,12 @@ class Rules:
 
 
 def assign(
-    compression: Compression,
-    rules: Iterable[Rule],
+    compression: CompressorLike | Compression,
     parameters: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Compressor | None]:
     """The compressor of each parameter by name, None for exact; `modules` as ``named_modules()`` gives them."""
-    chosen = Rules(compression, rules)
+    chosen = Rules(compression)
     owners = modules or {}
     described = []
     for name, parameter in parameters.items():
@@ -156,6 +157,18 @@ def why_always_exact(one: ModelParameter) -> str | None:
 def is_norm(module: nn.Module) -> bool:
     """torch's normalisation layers, and other people's by the name of their class (LlamaRMSNorm)."""
     return any("Norm" in kind.__name__ for kind in type(module).__mro__)
+
+
+def _checked(rule: object) -> tuple[Condition, Compressor | None]:
+    if not isinstance(rule, Sequence) or isinstance(rule, str) or len(rule) != 2:
+        raise InvalidArgumentError(f"a rule is a pair of condition and compressor, not {rule!r}")
+    condition, spec = rule
+    if not (isinstance(condition, str | range) or callable(condition)):
+        raise InvalidArgumentError(
+            "a rule's condition must be a pattern of names, a range of sizes, a function of the size or a"
+            f" type of module, not {condition!r}"
+        )
+    return condition, get(spec)
 
 
 def _fits(condition: Condition, one: ModelParameter) -> bool:

@@ -250,10 +250,7 @@ TABLE: Mapping[str, Argument] = {
 }
 
 
-OWN_ARGUMENTS = (
-    *("compression", "rules", "warmup_steps", "allow", "unmatched_rules", "scaler", "reduce_dtype"),
-    *("weight", "gradient_pool", "guard", "reproducible"),
-)
+OWN_ARGUMENTS = (*("compression", "scaler", "reduce_dtype", "weight", "gradient_pool", "guard", "reproducible"),)
 """Those that DDP does not have."""
 
 

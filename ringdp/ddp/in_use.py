@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ringdp import hooks
-from ringdp.compression import Auto, Rules
+from ringdp.compression import Auto
 from ringdp.compression.description import describe
+from ringdp.compression.rules import Rules
 
 # Hooks that treat elements one by one, and add by the group's all-reduces.
 ELEMENTWISE_HOOKS = (
@@ -44,7 +45,7 @@ def of_hook(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -
 
 def of_rules(rules: Rules) -> dict[str, str]:
     features = {"compression": ""} if rules.compress else {}
-    for compressor in (rules.compression, *(compressor for _, compressor in rules.pairs)):
+    for compressor in (rules.compressor, *(compressor for _, compressor in rules.pairs)):
         if isinstance(compressor, Auto):
             features["auto"] = ""
         elif compressor is not None:

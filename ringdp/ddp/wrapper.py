@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ringdp import config, refusals, values
-from ringdp.compression import Rules
-from ringdp.compression.auto import with_permission
 from ringdp.compression.parameters import model_parameters, never_reduced
+from ringdp.compression.rules import Rules
 from ringdp.config import report_every
 from ringdp.ddp import elastic as repair
 from ringdp.ddp import in_use
@@ -65,8 +64,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ringdp import _C
-    from ringdp.compression import Compression
-    from ringdp.compression.rules import Rule
+    from ringdp.compression import Compression, CompressorLike
     from ringdp.ddp.arguments import DDPArguments
     from ringdp.diagnosis.report import Report
 
@@ -109,14 +107,9 @@ class RingDP(
         find_unused_parameters: see above.
         compression: how gradients are compressed on their way: a name ("int8", "int4", "bf16", "fp16", "auto", or one
             that was registered), a compressor of `ringdp.compression` or of your own, None (the default): not at all.
-            Biases, norms and tensors under 1,024 elements stay exact unless a rule says otherwise.
-        rules: pairs of a condition (pattern of names, size, type of module) and a compressor or None; see
-            `ringdp.compression.Rules`.
-        unmatched_rules: the treatment of a rule that no parameter fits: "error" (the default), or "warn" where rules
-            are meant for several models.
-        warmup_steps: how many steps are exact before compression begins.
-        allow: what ``compression="auto"`` may choose among, as it measures: "exact", "near" (the default: bfloat16 and
-            int8), "4bit", "aggressive" (also the largest 1 %).
+            A `ringdp.Compression` also has rules by name, size or type of module, a warm-up of exact steps, and what
+            "auto" may choose among. Biases, norms and tensors under 1,024 elements stay exact unless a rule says
+            otherwise.
         scaler: a torch.amp.GradScaler that scales this module's losses, so that compression's residuals stay right when
             the scale changes. `ringdp.amp.GradScaler` need not be given.
         reduce_dtype: average gradients in this dtype and round once, for parameters of lower precision
@@ -161,11 +154,7 @@ class RingDP(
         bucket_cap_mb: float | list[float] | None = None,
         find_unused_parameters: bool | None = None,
         *positional: Any,
-        compression: Compression = None,
-        rules: Iterable[Rule] = (),
-        warmup_steps: int = 0,
-        allow: str | None = None,
-        unmatched_rules: str = "error",
+        compression: CompressorLike | Compression = None,
         scaler: torch.amp.GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         weight: str | None = None,
@@ -201,8 +190,8 @@ class RingDP(
         self._repeated_after = -1
         self._users_hook = ""  # the name of the registered communication hook
         self._sharded: ShardedParameters | None = None
-        chosen = Rules(with_permission(compression, allow), rules, unmatched_rules)
-        self._chosen = (chosen, warmup_steps) if chosen.compression is not None or chosen.pairs else None
+        chosen = Rules(compression)
+        self._chosen = chosen if chosen.compressor is not None or chosen.pairs else None
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
@@ -523,11 +512,11 @@ class RingDP(
         """Reduce by torch's ``ALLREDUCE`` or ``FP16_COMPRESS`` hook, without Python in backward."""
         self._register_builtin_comm_hook(comm_hook_type)
 
-    def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
-        def possible() -> tuple[Rules, int]:
-            rules, warmup_steps = asked()
+    def _attach_compression(self, asked: Callable[[], Rules]) -> Rules:
+        def possible() -> Rules:
+            rules = asked()
             refusals.check(self._features() | in_use.of_rules(rules))
-            return rules, warmup_steps
+            return rules
 
         attached = super()._attach_compression(possible)
         if self._compression is not None and self._compression.auto is not None:

@@ -1,6 +1,6 @@
 """Gradients averaged through a compressor, over any backend: `ddp_hook` for torch's DDP, `CompressedHook` behind it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from ringdp import refusals
-from ringdp.compression import Auto, Compression, Compressor, Rules, saved
+from ringdp.compression import Auto, Compression, Compressor, CompressorLike, saved
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, Tally, agree
 from ringdp.compression.exchange.finite import all_finite
-from ringdp.compression.rules import Rule
+from ringdp.compression.rules import Rules
 from ringdp.hooks.average import all_reduce_mean
 from ringdp.hooks.checkpoint import Memory
 from ringdp.hooks.comm_threads import CommThreads
@@ -290,34 +290,32 @@ def compressed_hook(state: CompressedHook, bucket: GradBucket) -> torch.futures.
 
 
 def ddp_hook(
-    compression: Compression,
+    compression: CompressorLike | Compression,
     *,
-    rules: Iterable[Rule] = (),
     model: nn.Module | None = None,
     scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
-    unmatched_rules: str = "error",
 ) -> tuple[CompressedHook, Callable[[CompressedHook, GradBucket], torch.futures.Future[Tensor]]]:
     """State and hook for torch's DDP: ``ddp.register_comm_hook(*ddp_hook("int8"))``. Also works on a RingDP.
 
     Works on ring and gloo, and on NCCL with compressors that torch operations make. The state has `state_dict`.
 
     Args:
-        compression: a name or compressor for parameters that no rule fits.
-        rules: as `ringdp.compression.Rules` has them.
+        compression: a name or compressor, or a `Compression`, whose rules say more.
         model: the module or its DDP, to know names by; needed for rules by name or type of module, and for a state
             dict that fits after a restart with other buckets. Without it parameters are numbered as they come.
         scaler: the GradScaler whose scale the gradients carry: what is remembered is then kept without it.
         process_group: of the DDP; None is the default group.
-        unmatched_rules: the treatment of a rule that no parameter of the model fits: ``"error"``, or ``"warn"`` where
-            rules are meant for several models. Without `model` it is a warning after the first backward.
 
     Raises:
-        InvalidArgumentError: rules that cannot be used, that need the model, or that none of its parameters fits. On
-            this rank alone: the other ranks find out when they wait for it in backward.
+        InvalidArgumentError: rules that cannot be used, that need the model, or that none of its parameters fits
+            (without `model` a warning after the first backward); warmup_steps. On this rank alone: the other ranks find
+            out when they wait for it in backward.
     """
-    chosen = Rules(compression, rules, unmatched_rules)
-    if any(isinstance(one, Auto) for one in (chosen.compression, *(one for _, one in chosen.pairs))):
+    chosen = Rules(compression)
+    if chosen.asked.warmup_steps:
+        refusals.refuse("warmup_steps", "ddp_hook")
+    if any(isinstance(one, Auto) for one in (chosen.compressor, *(one for _, one in chosen.pairs))):
         refusals.refuse("auto", "ddp_hook")
     of_hook = HookRules(chosen, model, process_group)
     hook = CompressedHook(

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from ringdp.compression import Compressor, Rules
+from ringdp.compression import Compressor
 from ringdp.compression.parameters import other_parameters
 from ringdp.compression.rule_use import RuleUse
+from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.parameters import Parameters
 

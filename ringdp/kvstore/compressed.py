@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import compression, refusals
-from ringdp.compression import Auto, Compression, Rules, saved
+from ringdp.compression import Auto, CompressorLike, saved
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section
 from ringdp.compression.parameters import ModelParameter
+from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
 from ringdp.hooks.checkpoint import Memory
 from ringdp.hooks.exchange_runner import CodecSections, run_exchange
@@ -22,7 +23,7 @@ from ringdp.kvstore.keys import Key, flat
 from ringdp.kvstore.threshold import Threshold
 
 
-def compressor_of(spec: Compression | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def compressor_of(spec: CompressorLike | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The compressor of a name, an object or MXNet's dictionary; None is exact.
 
     Raises:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import values
-from ringdp.compression import Compression
+from ringdp.compression import CompressorLike
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.backend import named
@@ -86,7 +86,7 @@ class DiLoCo:
         fragments: int = 1,
         delay: int = 0,
         mix: float | None = None,
-        compression: Compression = None,
+        compression: CompressorLike = None,
         warmup_steps: int = 0,
         unequal: bool = False,
         scaler: torch.amp.GradScaler | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ringdp.compression import Compression
+from ringdp.compression import CompressorLike
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.rounds import start
@@ -46,7 +46,7 @@ class LocalSGD(DiLoCo):
         fragments: int = 1,
         delay: int = 0,
         mix: float | None = None,
-        compression: Compression = None,
+        compression: CompressorLike = None,
         unequal: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,

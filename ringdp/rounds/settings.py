@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ringdp import values
-from ringdp.compression import Compression, get, names
+from ringdp.compression import CompressorLike, get, names
 from ringdp.compression.description import describe
 from ringdp.compression.feedback import feedback_of
 from ringdp.errors import InvalidArgumentError
@@ -41,7 +41,7 @@ class Settings:
         fragments: object,
         delay: object,
         mix: object,
-        compression: Compression,
+        compression: CompressorLike,
         chosen_outer: Outer,
         warmup_steps: object,
         unequal: object,
@@ -105,7 +105,7 @@ class Settings:
         ]
 
 
-def _codec(who: str, compression: Compression) -> NativeCodec | None:
+def _codec(who: str, compression: CompressorLike) -> NativeCodec | None:
     found = get(compression)
     if found is None:
         return None

@@ -44,7 +44,7 @@ class Report:
         return "\n".join([*lines, *(f"  ok  {promise}" for promise in self.passed)])
 
 
-def check_compressor(compressor: compression.Compression, *, device: torch.device | str = "cpu") -> Report:
+def check_compressor(compressor: compression.CompressorLike, *, device: torch.device | str = "cpu") -> Report:
     """Try a compressor on values that gradients can have, alone and on 1 to 8 simulated ranks.
 
     Args:

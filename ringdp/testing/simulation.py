@@ -45,7 +45,7 @@ class Simulation:
 
 
 def simulate(
-    compressor: compression.Compression,
+    compressor: compression.CompressorLike,
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]],
     n: int | None = None,
     *,

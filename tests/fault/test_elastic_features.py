@@ -34,7 +34,7 @@ def test_other_codecs_one_after_the_other_down_to_one(tmp_path: Path, codec: str
 
 
 def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"options": {"compression": "int8", "reproducible": False, "warmup_steps": 0}}
+    options: dict[str, Any] = {"options": {"compression": "int8", "reproducible": False}}
     compare(tmp_path, 3, Faults().kill(2, 1), **options)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ringdp import Compression
 from ringdp.compression import Auto
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError
@@ -98,7 +99,7 @@ def forced(folder: Path, allow: str, plan: list[str], *, bad_step: int | None = 
 
 def run_plan(allow: str, plan: list[str], bad_step: int | None) -> None:
     """Each step's buckets all get that step's level; the last is exact. What arrived adds up to the exact means."""
-    model = RingDP(Given(SHAPES), compression="auto", allow=allow)
+    model = RingDP(Given(SHAPES), compression=Compression("auto", allow=allow))
     arrived = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step, level in enumerate(plan):
@@ -163,9 +164,9 @@ def test_a_checkpoint_has_what_is_owed_whoever_owes_it(tmp_path: Path) -> None:
 
 def what_cannot_be_chosen_is_refused() -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("exact, near, 4bit, aggressive", {"compression": "auto", "allow": "everything"}),
-        ("'int8'", {"compression": "int8", "allow": "near"}),
-        ("Auto\\(allow='4bit'\\)", {"compression": Auto("near"), "rules": [("0.*", Auto("4bit"))]}),
+        ("exact, near, 4bit, aggressive", {"compression": Compression("auto", allow="everything")}),
+        ("'int8'", {"compression": Compression("int8", allow="near")}),
+        ("Auto\\(allow='4bit'\\)", {"compression": Compression(Auto("near"), [("0.*", Auto("4bit"))])}),
         ("gloo", {"compression": "auto"}),
     ]
     for words, arguments in wrong:
@@ -181,7 +182,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
 
 def ranks_that_allow_different_things_are_told() -> None:
     with pytest.raises(MismatchError) as caught:
-        RingDP(large(), compression="auto", allow=["near", "4bit"][dist.get_rank()])
+        RingDP(large(), compression=Compression("auto", allow=["near", "4bit"][dist.get_rank()]))
     assert "Auto(allow='near')" in str(caught.value)
     assert "Auto(allow='4bit')" in str(caught.value)
 

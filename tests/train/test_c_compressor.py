@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ringdp import Compression
 from ringdp.compression import EF21, Int8, load
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import MismatchError
@@ -162,7 +163,7 @@ def beside_kernels(path: str) -> None:
     """As where a rank's tensors are on a GPU: the core's own codecs go there, a library's do not."""
     with mock.patch.object(rank_devices.Placement, "all_on_cpu", False):
         rules = [("3.weight", Int8(error_feedback=True))]
-        model = RingDP(training.wide(), compression=load(path, error_feedback=True), rules=rules)
+        model = RingDP(training.wide(), compression=Compression(load(path, error_feedback=True), rules))
         digests = training.train(model, range(4))
         assert model._compression is not None
         names = [one.name for one in model._compression.parameters]

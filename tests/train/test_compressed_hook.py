@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringdp import Compression
 from ringdp.compression import Int4, Int8, RandomK, TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError, RingError
@@ -138,7 +139,7 @@ def resumed_from_a_checkpoint_it_goes_on_to_the_same_bits() -> None:
     rank = dist.get_rank()
 
     def run(model: nn.Module, steps: range, saved: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
-        ddp, hook = hooked(model, "int4", rules=[("4.weight", Random())])
+        ddp, hook = hooked(model, Compression("int4", [("4.weight", Random())]))
         if saved is not None:
             hook.load_state_dict(saved)
         digests = []
@@ -206,7 +207,7 @@ def other_types_and_strides() -> None:
     for name in ("mixed_types", "tied"):
         model = models.build(name)
         ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(*ddp_hook("bf16", rules=[("*", "bf16")], model=ddp))
+        ddp.register_comm_hook(*ddp_hook(Compression("bf16", [("*", "bf16")]), model=ddp))
         x, y = models.batch(0, dist.get_rank())
         nn.functional.cross_entropy(ddp(x), y).backward()
         exact = DistributedDataParallel(models.build(name))
@@ -224,7 +225,7 @@ def without_the_model_parameters_are_numbered() -> None:
     [entries] = hook.state_dict()["ranks"].values()
     assert {it["residual"].numel() for it in entries.values()} == {5000, 2400}
     with pytest.raises(InvalidArgumentError):
-        ddp_hook("int8", rules=[("*.bias", None)])
+        ddp_hook(Compression("int8", [("*.bias", None)]))
 
 
 def codecs_of_the_core_are_its_own_to_exchange() -> None:
@@ -248,9 +249,9 @@ def moved_between_wrappers(compression: Any) -> None:
     def start(ring_dp: bool) -> tuple[Any, Any, Any]:
         net: Any = build()
         if ring_dp:
-            model: Any = RingDP(net, compression=compression, rules=rules, bucket_cap_mb=0.004)
+            model: Any = RingDP(net, compression=Compression(compression, rules), bucket_cap_mb=0.004)
             return model, model.compression_state_dict, model.load_compression_state_dict
-        model, hook = hooked(net, compression, rules=rules)
+        model, hook = hooked(net, Compression(compression, rules))
         return model, hook.state_dict, hook.load_state_dict
 
     def gradient(model: Any, step: int) -> Tensor:

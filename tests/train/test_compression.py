@@ -6,7 +6,7 @@ import copy
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
+from ringdp import Compression
 from ringdp.compression import DGC, EF21, Int8, PowerSGD, RandomK, TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
@@ -64,7 +65,7 @@ def refused(arguments: dict[str, Any], said: str, *, steps_in_backward: bool = F
 
 def rules_decide_by_name_module_type_and_size() -> None:
     rules: list[tuple[Any, Any]] = [("3.*", None), (nn.LayerNorm, "bf16"), (range(1000, 1024), "int8")]
-    model = RingDP(training.wide(), compression="int4", rules=rules)
+    model = RingDP(training.wide(), compression=Compression("int4", rules))
     training.train(model, range(2))
     chosen = model.compression_stats().parameters
     assert chosen["0.weight"].startswith("Int4")
@@ -75,18 +76,18 @@ def rules_decide_by_name_module_type_and_size() -> None:
 
 def warm_up_steps_are_exact_to_the_bit() -> None:
     exact = training.train(RingDP(training.wide()), range(5))
-    model = RingDP(training.wide(), compression="int4", warmup_steps=3)
+    model = RingDP(training.wide(), compression=Compression("int4", warmup_steps=3))
     warm = training.train(model, range(5))
     assert warm[:3] == exact[:3]
     assert warm[3] != exact[3]
 
 
 def set_compression_in_the_middle_keeps_what_others_remember(compressor: Any) -> None:
-    model = RingDP(training.wide(), compression="int4", rules=[("3.weight", compressor)])
+    model = RingDP(training.wide(), compression=Compression("int4", [("3.weight", compressor)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     training.train(model, range(3), optimizer)
     before = model.compression_state_dict()["ranks"][str(dist.get_rank())]
-    model.set_compression(None, [("3.weight", copy.deepcopy(compressor))])
+    model.set_compression(Compression(rules=[("3.weight", copy.deepcopy(compressor))]))
     after = model.compression_state_dict()["ranks"][str(dist.get_rank())]
     assert set(after) == {"3.weight"}
     assert after["3.weight"].keys() == before["3.weight"].keys()
@@ -206,8 +207,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compression": "int9"}, "unknown compressor 'int9'"),
     ({"compression": Int8}, "Int8 is a class"),
     ({"compression": 8}, "no method compress"),
-    ({"compression": "int8", "rules": ["*.bias"]}, "a rule is a pair"),
-    ({"compression": "int8", "warmup_steps": -1}, "warmup_steps must be"),
+    ({"compression": Compression("int8", cast(Any, ["*.bias"]))}, "a rule is a pair"),
+    ({"compression": Compression("int8", warmup_steps=-1)}, "warmup_steps must be"),
     ({"reduce_dtype": torch.int8}, "reduce_dtype must be"),
     ({"compression": "topk", "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}, "mixed_precision"),
 ]
@@ -215,7 +216,7 @@ CHOICES: list[tuple[list[dict[str, Any]], list[str]]] = [
     ([{"compression": "int8"}, {"compression": "int4"}], ["'0.weight': Int8(", "'0.weight': Int4("]),
     ([{}, {"compression": "topk"}], ["None", "TopK("]),
     ([{"compression": "auto"}, {}], ["Auto(", "None"]),
-    ([{"rules": [("*", "int8")]}, {}], ["None but for 1 rules", "None"]),
+    ([{"compression": Compression(rules=[("*", "int8")])}, {}], ["None but for 1 rules", "None"]),
 ]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_flatten
 
 import ringdp
+from ringdp import Compression
 from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
@@ -61,12 +62,12 @@ def make(compression: Any, **arguments: Any) -> tuple[RingDP, torch.optim.Optimi
 
 def resumes(compression: Any, warmup_steps: int) -> None:
     anew = compression if callable(compression) else lambda: copy.deepcopy(compression)
-    model, optimizer = make(anew(), warmup_steps=warmup_steps)
+    model, optimizer = make(Compression(anew(), warmup_steps=warmup_steps))
     training.train(model, range(4), optimizer)
     state = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
                    "compression": model.compression_state_dict()})  # fmt: skip
     went_on = training.train(model, range(4, 8), optimizer)
-    again, its_optimizer = make(anew(), warmup_steps=warmup_steps)
+    again, its_optimizer = make(Compression(anew(), warmup_steps=warmup_steps))
     again.load_state_dict(state["model"])
     its_optimizer.load_state_dict(state["optimizer"])
     again.load_compression_state_dict(state["compression"])

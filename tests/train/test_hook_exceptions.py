@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
+from ringdp import Compression
 from ringdp.compression import Info, Payload
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook
@@ -98,7 +99,7 @@ def test_what_a_compressor_raises(wrapper: str, aggregate: str, error: str, plac
     net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 2))
     model: nn.Module
     if wrapper == "RingDP":
-        model = RingDP(net, bucket_cap_mb=0.003, rules=[("*", compressor)])
+        model = RingDP(net, bucket_cap_mb=0.003, compression=Compression(rules=[("*", compressor)]))
     else:
         ddp = DistributedDataParallel(net, bucket_cap_mb=0.003)
         ddp.register_comm_hook(*ddp_hook(compressor, model=ddp))
@@ -124,7 +125,9 @@ def test_a_compressor_that_raises_before_anything_is_exchanged() -> None:
                 raise SystemExit(7)
             return (x.clone(),)
 
-    raised, _ = backward_of(RingDP(nn.Linear(40, 40), rules=[("*", First("owner", "exit", "nowhere"))]))
+    raised, _ = backward_of(
+        RingDP(nn.Linear(40, 40), compression=Compression(rules=[("*", First("owner", "exit", "nowhere"))]))
+    )
     if dist.get_rank() == 1:
         assert type(raised) is SystemExit
         assert raised.code == 7
@@ -204,7 +207,7 @@ class Sleeps:
 def interrupted(where: str) -> tuple[str, float]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     compressed = [("*", Sleeps())] if where == "a compressor" else []
-    model = RingDP(nn.Linear(40, 40), rules=compressed)
+    model = RingDP(nn.Linear(40, 40), compression=Compression(rules=compressed))
     if where == "a future":
         model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     output = model(torch.ones(2, 40)).sum()
@@ -259,7 +262,7 @@ class Mine:
     def decompress(self, payload, info):
         return payload[0]
 
-model = ringdp.RingDP(torch.nn.Linear(40, 40), rules=[("*", Mine())])
+model = ringdp.RingDP(torch.nn.Linear(40, 40), compression=ringdp.Compression(rules=[("*", Mine())]))
 open(f"{folder}/ready-{rank}", "w").close()
 model(torch.ones(2, 40)).sum().backward()
 """

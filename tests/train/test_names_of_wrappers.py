@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
+from ringdp import Compression
 from ringdp.compression import EF21, Int8, TopK
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook, parameter_names
@@ -56,7 +57,7 @@ RULES: list[tuple[Any, Any]] = [("0.weight", "int4"), ("_orig_mod.2.*", None), (
 
 def names_by(way: str) -> tuple[dict[str, str], set[str], str]:
     """How parameters are compressed, what a hook hears, and what a message says."""
-    model = RingDP(WAYS[way](), compression="int8", rules=RULES)
+    model = RingDP(WAYS[way](), compression=Compression("int8", RULES))
     training.train(model, range(2))
     hooked, heard = RingDP(WAYS[way]()), set()
 
@@ -67,7 +68,7 @@ def names_by(way: str) -> tuple[dict[str, str], set[str], str]:
     hooked.register_comm_hook(None, listen)
     training.loss_of(hooked, 0).backward()
     with pytest.raises(ringdp.InvalidArgumentError) as refused:
-        model.set_compression("int8", [("0.wieght", None)])
+        model.set_compression(Compression("int8", [("0.wieght", None)]))
     return model.compression_stats().parameters, heard, str(refused.value)
 
 
@@ -85,11 +86,11 @@ def test_every_way_has_the_names_of_the_plain_model() -> None:
 @on_ranks()
 def test_a_compiled_wrapper() -> None:
     """torch.compile over RingDP: its methods are RingDP's."""
-    model: Any = compiled(RingDP(net(), compression="int8", rules=RULES))
+    model: Any = compiled(RingDP(net(), compression=Compression("int8", RULES)))
     training.loss_of(model, 0).backward()
     assert set(model.compression_stats().parameters) == {name for name, _ in net().named_parameters()}
     state = model.compression_state_dict()
-    RingDP(net(), compression="int8", rules=RULES).load_compression_state_dict(state)
+    RingDP(net(), compression=Compression("int8", RULES)).load_compression_state_dict(state)
 
 
 def one_rank_compiles() -> list[str]:
@@ -142,7 +143,7 @@ def by_hook(way: str, compression: Any) -> tuple[list[str], dict[str, Any]]:
     inner = net() if way in ("plain", "around") else WAYS[way]()
     ddp = DistributedDataParallel(inner)
     model: Any = compiled(ddp) if way == "around" else ddp
-    hook, function = ddp_hook(compression, model=model, rules=[("2.weight", None)])
+    hook, function = ddp_hook(Compression(compression, [("2.weight", None)]), model=model)
     ddp.register_comm_hook(hook, function)
     seen = training.train(model, range(3))
     return seen, hook.state_dict(consolidated=True)["parameters"]

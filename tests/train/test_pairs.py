@@ -220,6 +220,9 @@ def steps(names: tuple[str, ...], rank: int) -> dict[str, Tensor]:
     values = {
         name: value(module) if callable(value) and name != "mixed_precision" else value for name, value in given.items()
     }
+    said: dict[str, Any] = {name: values.pop(name) for name in ("rules", "warmup_steps", "allow") if name in values}
+    if said:
+        values["compression"] = ringdp.Compression(values.get("compression"), **said)
     model = RingDP(module, **values)
     for one in features:
         if one.wrapped is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
+from ringdp import Compression
 from ringdp.compression import TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, on_ranks, run_outcomes
@@ -19,7 +20,7 @@ from tests.train.harness import backends, on_ranks, run_outcomes
 def peer_dies(how: str) -> dict[str, object]:
     torch.manual_seed(0)
     rules = [("*", TopK(0.5))] if how == "in Python" else []
-    model = RingDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), rules=rules)
+    model = RingDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), compression=Compression(rules=rules))
     x = torch.ones(2, 4)
     model(x).sum().backward()
     value = model(x).sum()

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils import parametrize
 
 import ringdp
+from ringdp import Compression
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.compressed import Steps, compressor_id
@@ -336,7 +337,7 @@ def compressed(compression: Any, change: str) -> tuple[dict[str, Any], dict[str,
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 100), nn.Tanh(), nn.Linear(100, 40), nn.Tanh(), nn.Linear(40, 5))
     # Residuals from the first step on, though the model is small.
-    ours = RingDP(model, compression=compression, rules=[(range(200, 10_000), compression)], bucket_cap_mb=0.01)
+    ours = RingDP(model, compression=Compression(compression, [(range(200, 10_000), compression)]), bucket_cap_mb=0.01)
     ours.measure_compression(every=2)
     train(ours, own_batch, range(3))
     before = copy.deepcopy(ours.compression_state_dict())

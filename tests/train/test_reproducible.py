@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from ringdp import Compression
 from ringdp.compression.methods.power_sgd import PowerSGD
 from ringdp.compression.methods.top_k import TopK
 from ringdp.ddp.wrapper import RingDP
@@ -198,13 +199,13 @@ def test_compressors_in_python(tmp_path: Path, compression: Any) -> None:
         pytest.param("weighted", {"weight": "samples"}, marks=pytest.mark.ci),
         ("weighted", {"weight": "samples", "compression": "int8"}),
         pytest.param("scaled", {}, marks=pytest.mark.ci),
-        ("scaled", {"compression": "int4", "warmup_steps": 1}),
+        ("scaled", {"compression": Compression("int4", warmup_steps=1)}),
         pytest.param("joined", {}, marks=pytest.mark.ci),
         ("joined", {"weight": "samples", "compression": "int8"}),
         ("plain", {"static_graph": True}),
         ("plain", {"reduce_dtype": torch.float64, "guard": 1}),
         ("plain", {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
-        ("plain", {"rules": [("0.*", "int8"), ("2.*", "bf16")]}),
+        ("plain", {"compression": Compression(rules=[("0.*", "int8"), ("2.*", "bf16")])}),
         pytest.param("compiled", {}, marks=pytest.mark.ci),
         ("compiled", {"compression": "int8"}),
         ("autocast", {}),
@@ -311,7 +312,7 @@ class OfABucket:
 def test_what_cannot_be_is_refused() -> None:
     cases: tuple[dict[str, Any], ...] = (
         {"compression": "auto"},
-        {"rules": [("*", "auto")]},
+        {"compression": Compression(rules=[("*", "auto")])},
         {"compression": OfABucket()},
         {"reproducible": 1},
     )

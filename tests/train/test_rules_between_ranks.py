@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,6 +17,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ringdp
+from ringdp import Compression
 from ringdp.ddp.wrapper import RingDP
 from ringdp.hooks import ddp_hook
 from tests.train import compressed_training as training
@@ -24,7 +25,7 @@ from tests.train.harness import backends, on_ranks, run_ranks
 
 each_backend = pytest.mark.parametrize("backend", backends())
 _SOON_S = 5.0  # of a wait that would last for the group's timeout
-TYPO = {"compression": "int8", "rules": [("0.wieght", None)]}
+TYPO = {"compression": Compression("int8", [("0.wieght", None)])}
 
 
 def wrap(**arguments: Any) -> None:
@@ -74,12 +75,24 @@ def test_a_typo_on_all_ranks_is_refused_on_all(backend: str, how: Callable[..., 
         (change, {"compression": "int9"}, "choose its compression: unknown compressor 'int9'"),
         (
             wrap,
-            {"compression": "int8", "rules": [(len, None)]},
+            {"compression": Compression("int8", [(cast(Any, len), None)])},
             "choose its compression: rule 1 of 1, the function len,",
         ),
-        (wrap, {"compression": "int8", "warmup_steps": -1}, "choose its compression: RingDP: warmup_steps must be"),
-        (wrap, {"compression": "int8", "unmatched_rules": "no"}, "wrap its model: rules: unmatched_rules must be"),
-        (change, {"compression": "int8", "allow": "near"}, "choose its compression: allow='near' goes with"),
+        (
+            wrap,
+            {"compression": Compression("int8", warmup_steps=-1)},
+            "wrap its model: Compression: warmup_steps must be",
+        ),
+        (
+            wrap,
+            {"compression": Compression(unmatched_rules="no")},
+            "wrap its model: Compression: unmatched_rules must be",
+        ),
+        (
+            change,
+            {"compression": Compression("int8", allow="near")},
+            "choose its compression: allow='near' goes with",
+        ),
         (wrap, {"compression": "int8", "bucket_cap_mb": -1}, "wrap its model: RingDP's bucket_cap_mb must be"),
     ],
 )
@@ -116,7 +129,7 @@ def test_optimizers_in_backward_on_one_rank(backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("how", [wrap, change])
 def test_ranks_with_different_rules(backend: str, how: Callable[..., None]) -> None:
-    choices = [{"compression": "int8", "rules": [(rule, None)]} for rule in ("3.weight", "0.*")]
+    choices = [{"compression": Compression("int8", [(rule, None)])} for rule in ("3.weight", "0.*")]
     for rank, error in enumerate(run_ranks(raises, how, choices, backend=backend, timeout_s=20)):
         assert type(error) is ringdp.MismatchError
         assert f"'0.weight': {'exact' if rank else 'Int8('}" in str(error)
@@ -125,8 +138,8 @@ def test_ranks_with_different_rules(backend: str, how: Callable[..., None]) -> N
 @each_backend
 def test_ranks_that_leave_other_rules_without_effect(backend: str) -> None:
     """They come to the same compressors, and one of them has a typo that is a warning."""
-    fine = {"compression": "int8", "rules": [("0.*", None)], "unmatched_rules": "warn"}
-    typo = {"compression": "int8", "rules": [("0.*", None), ("3.wieght", None)], "unmatched_rules": "warn"}
+    fine = {"compression": Compression("int8", [("0.*", None)], unmatched_rules="warn")}
+    typo = {"compression": Compression("int8", [("0.*", None), ("3.wieght", None)], unmatched_rules="warn")}
     zero, one = run_ranks(raises, wrap, [fine, typo], backend=backend, timeout_s=20)
     assert type(zero) is type(one) is ringdp.MismatchError
     assert "all rules count on rank 0, no parameter fits rule 2 of 2, '3.wieght'" in str(zero)
@@ -142,7 +155,7 @@ def wrap_odd(**arguments: Any) -> None:
 
 @each_backend
 def test_names_with_lines_and_tabs(backend: str) -> None:
-    choices = [{"compression": "int8", "rules": [(name, None)]} for name in odd().state_dict()]
+    choices = [{"compression": Compression("int8", [(name, None)])} for name in odd().state_dict()]
     for rank, error in enumerate(run_ranks(raises, wrap_odd, choices, backend=backend, timeout_s=20)):
         assert f"'new\\nline': {'Int8(' if rank else 'exact on rank 0'}" in str(error)
         assert error.peer == 1 - rank
@@ -159,8 +172,8 @@ def test_a_warning_in_place_of_the_error_comes_from_one_rank() -> None:
     rules = [("*.bias", None), ("0.wieght", None), ("0.bias", "bf16")]
 
     def both() -> None:
-        model = RingDP(training.wide(), compression="int8", rules=rules, unmatched_rules="warn")
-        model.set_compression("int4", rules=rules[:2], unmatched_rules="warn")
+        model = RingDP(training.wide(), compression=Compression("int8", rules, unmatched_rules="warn"))
+        model.set_compression(Compression("int4", rules[:2], unmatched_rules="warn"))
 
     wanted = ["no parameter fits rule 2 of 3, '0.wieght'", "rule 3 of 3, '0.bias', never counts"]
     wanted += ["no parameter fits rule 2 of 2, '0.wieght'"]
@@ -172,7 +185,9 @@ def test_a_warning_in_place_of_the_error_comes_from_one_rank() -> None:
 def test_a_hook_without_the_model_warns_after_the_first_backward() -> None:
     """Rules of sizes need no model: what fits nothing is known after the first backward."""
     ddp = DistributedDataParallel(training.wide(), bucket_cap_mb=0.004)
-    ddp.register_comm_hook(*ddp_hook("int8", rules=[(range(5, 6), None), (range(4000), None), (range(8), "int4")]))
+    ddp.register_comm_hook(
+        *ddp_hook(Compression("int8", [(range(5, 6), None), (range(4000), None), (range(8), "int4")]))
+    )
     told = heard("ringdp.hooks", lambda: [training.loss_of(ddp, step).backward() for step in range(2)])
     text = r"of the parameters that have gradients, no parameter fits rule 1 of 3, range\(5, 6\).*;.*never counts.*"
     assert re.fullmatch(text, ";".join(told)) if dist.get_rank() == 0 else told == []
@@ -183,15 +198,15 @@ def test_a_hook_with_the_model_refuses_at_once() -> None:
     ddp = DistributedDataParallel(training.wide())
     for rules in ([("0.wieght", None)], [(nn.Conv2d, None)], [(range(5, 6), None)]):
         with pytest.raises(ringdp.InvalidArgumentError):
-            ddp_hook("int8", rules=rules, model=ddp)
-    told = heard("ringdp.hooks", lambda: ddp_hook("int8", rules=rules, model=ddp, unmatched_rules="warn"))
+            ddp_hook(Compression("int8", rules), model=ddp)
+    told = heard("ringdp.hooks", lambda: ddp_hook(Compression("int8", rules, unmatched_rules="warn"), model=ddp))
     assert len(told) == (dist.get_rank() == 0)
 
 
 @on_ranks(backend=backends())
 def test_a_hook_with_another_model_than_ddps_says_so() -> None:
     ddp = DistributedDataParallel(training.wide())
-    ddp.register_comm_hook(*ddp_hook("int8", rules=[("0.weight", None)], model=training.wide()))
+    ddp.register_comm_hook(*ddp_hook(Compression("int8", [("0.weight", None)]), model=training.wide()))
     told = heard("ringdp.hooks", lambda: training.loss_of(ddp, 0).backward())
     assert len(told) == len(list(training.wide().parameters()))
     assert "is not in the model given to ddp_hook(model=...)" in told[0]

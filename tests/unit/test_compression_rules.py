@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import ringdp
-from ringdp.compression import Bfloat16, Info, Int4, Int8, Rules, assign, get, names, register
+from ringdp.compression import Bfloat16, Compression, Info, Int4, Int8, assign, get, names, register
 from ringdp.compression.parameters import model_parameters, other_parameters
 from ringdp.compression.partition import UNIT, bounds, owner_offset_of
 from ringdp.compression.rule_use import RuleUse, closest
+from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
 
 
@@ -40,7 +41,7 @@ def model() -> nn.Module:
 
 def assigned(compression: Any, rules: Any = ()) -> dict[str, str]:
     net = model()
-    chosen = assign(compression, rules, dict(net.named_parameters()), dict(net.named_modules()))
+    chosen = assign(Compression(compression, rules), dict(net.named_parameters()), dict(net.named_modules()))
     return {name: type(one).__name__ for name, one in chosen.items() if one is not None}
 
 
@@ -73,7 +74,7 @@ def test_rules_that_cannot_be(rules: Any) -> None:
 
 
 def compressed(net: nn.Module, compression: Any, rules: Any = ()) -> set[str]:
-    chosen = Rules(compression, rules)
+    chosen = Rules(Compression(compression, rules))
     return {one.name for one in model_parameters(net) if chosen.of(one) is not None}
 
 
@@ -130,7 +131,7 @@ def test_a_name_is_meant_by_itself_whatever_it_is_made_of() -> None:
 
 def use_of(net: nn.Module, compression: Any, rules: Any, **arguments: Any) -> RuleUse:
     known = model_parameters(net, ignored=arguments.pop("ignored", ()))
-    return RuleUse(Rules(compression, rules, **arguments), known, other_parameters(net, known))
+    return RuleUse(Rules(Compression(compression, rules, **arguments)), known, other_parameters(net, known))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_rule_that_no_parameter_fits_is_refused_with_what_there_is(condition: 
     with pytest.raises(InvalidArgumentError) as refused:
         use.refuse_unmatched()
     assert said in str(refused.value)
-    assert "pass unmatched_rules='warn'" in str(refused.value)
+    assert "pass Compression(…, unmatched_rules='warn')" in str(refused.value)
     use = use_of(model(), "int8", rules, unmatched_rules="warn")
     use.refuse_unmatched()
     assert any(said in warning for warning in use.warnings)
@@ -198,11 +199,11 @@ def test_rules_from_a_generator() -> None:
         yield ("*.bias", "bf16")
         yield ("head.*", "int4")
 
-    rules = Rules("int8", each())
+    rules = Rules(Compression("int8", each()))
     for _ in range(2):
         chosen = {one.name: type(rules.of(one)).__name__ for one in model_parameters(model())}
         assert (chosen["head.bias"], chosen["head.weight"]) == ("Bfloat16", "Int4")
-    assert copy.deepcopy(rules) == rules
+    assert copy.deepcopy(rules).asked == rules.asked
 
 
 def test_what_a_rules_function_raises_is_told_with_the_rule_and_the_parameter() -> None:
@@ -213,12 +214,12 @@ def test_what_a_rules_function_raises_is_told_with_the_rule_and_the_parameter() 
 @pytest.mark.parametrize("rules", [None, 5, "*.bias", {"*.bias": None}])
 def test_rules_are_a_list(rules: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"pair"):
-        Rules("int8", rules)
+        Rules(Compression("int8", rules))
 
 
 def test_what_to_do_with_unmatched_rules_is_one_of_two_things() -> None:
     with pytest.raises(InvalidArgumentError, match="unmatched_rules must be one of error, warn, not 'ignore'"):
-        Rules("int8", [], unmatched_rules="ignore")
+        Rules(Compression(unmatched_rules="ignore"))
 
 
 def test_a_model_without_parameters() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from ringdp import hooks, refusals
-from ringdp.compression import Rules
+from ringdp.compression.rules import Compression, Rules
 from ringdp.ddp import in_use
 from ringdp.errors import InvalidArgumentError
 
@@ -94,7 +94,11 @@ def test_what_hooks_rules_and_modules_bring_along() -> None:
     assert in_use.of_rules(Rules("int8")) == {"compression": ""}
     assert in_use.of_rules(Rules("auto")) == {"compression": "", "auto": ""}
     assert in_use.of_rules(Rules("topk")).keys() == {"compression", "python compressor"}
-    assert in_use.of_rules(Rules(None, [("*", OfABucket())])).keys() >= {"python compressor", "rounds compressor"}
+    of_a_bucket = Rules(Compression(rules=[("*", OfABucket())]))
+    assert in_use.of_rules(of_a_bucket).keys() >= {
+        "python compressor",
+        "rounds compressor",
+    }
     layers = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.EmbeddingBag(3, 2, sparse=True))
     assert in_use.of_module(layers) == {"sparse gradients": ""}
     assert in_use.of_module(layers[0]) == {}

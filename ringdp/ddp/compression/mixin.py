@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ringdp import values
-from ringdp.compression import Rules
-from ringdp.compression.auto import with_permission
 from ringdp.compression.description import describe
 from ringdp.compression.parameters import other_parameters
+from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidStateError
 from ringdp.job.elastic import as_unit, refuse_where_elastic
 
 if TYPE_CHECKING:
+    from ringdp.compression import Compression, CompressorLike
     from ringdp.compression.parameters import ModelParameter
     from ringdp.ddp.compression.plan import ModelCompression
     from ringdp.ddp.compression.state import CarriedState
@@ -28,7 +28,7 @@ class CompressedModule:
     """A part of RingDP, which brings the reducer and the group.
 
     Attributes:
-        _chosen: the last choice of the user, with the number of exact steps before it; None before the first choice.
+        _chosen: the last choice of the user; None before the first choice.
         _compression: the compression of the model by that choice, made with the reducer.
         _watched: the parameters, as the reducer numbers them.
         _devices: the devices of all ranks.
@@ -37,33 +37,19 @@ class CompressedModule:
     module: Any
     reducer: Any
     process_group: dist.ProcessGroup
-    _chosen: tuple[Rules, int] | None
+    _chosen: Rules | None
     _compression: ModelCompression | None
     _watched: list[ModelParameter]
     _devices: Placement
 
-    def set_compression(
-        self,
-        compression: Any,
-        rules: Iterable[tuple[Any, Any]] = (),
-        *,
-        warmup_steps: int = 0,
-        allow: str | None = None,
-        unmatched_rules: str = "error",
-    ) -> None:
+    def set_compression(self, compression: CompressorLike | Compression) -> None:
         """Compress gradients in another way from the next step on. All ranks call it, between two steps.
 
         The residual of a parameter is kept where its compressor stays the same.
 
         Args:
-            compression: a compressor, a registered name ("int8", "int4", "bf16", "fp16", "auto"), or None for exact
-                gradients.
-            rules: pairs of a condition and a compressor, for parameters with another compressor; see
-                `ringdp.compression.Rules`.
-            warmup_steps: the number of steps that stay exact before it begins.
-            allow: what ``"auto"`` may choose among; see `ringdp.compression.Auto`.
-            unmatched_rules: the treatment of a rule that no parameter fits: ``"error"``, or ``"warn"`` where rules are
-                meant for several models.
+            compression: a compressor, a registered name ("int8", "int4", "bf16", "fp16", "auto"), None for exact
+                gradients, or a `ringdp.Compression`, which also has rules and a warm-up.
 
         Raises:
             InvalidArgumentError: an unknown name, a rule or number that cannot be used, a rule that no parameter fits.
@@ -71,9 +57,7 @@ class CompressedModule:
                 choice cannot be used (has its reason).
             InvalidStateError: a backward is under way, or a communication hook is registered.
         """
-        self._chosen = self._attach_compression(
-            lambda: (Rules(with_permission(compression, allow), rules, unmatched_rules), warmup_steps)
-        )
+        self._chosen = self._attach_compression(lambda: Rules(compression))
 
     def compression_state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """The state of compression: residuals and other state by parameter name, and the progress of the warm-up.
@@ -160,8 +144,8 @@ class CompressedModule:
         probe = carried.compression.probe
         self._compression = None
         # A rule may fit none of the parameters that are left: it fitted some when it was given.
-        rules = dataclasses.replace(self._chosen[0], unmatched_rules="warn")
-        self._attach_compression(lambda: (rules, 0))
+        left = dataclasses.replace(self._chosen.asked, unmatched_rules="warn", warmup_steps=0)
+        self._attach_compression(lambda: Rules(left))
         carried.give(self._compressed("forward"), renamed)
         if probe is not None:
             rows = probe.rows
@@ -172,12 +156,11 @@ class CompressedModule:
     def _describe_choice(self) -> str | None:
         if self._chosen is None:
             return None
-        rules, _ = self._chosen
-        words = describe(rules.compression)
-        return f"{words} but for {len(rules.pairs)} rules" if rules.pairs else words
+        words = describe(self._chosen.compressor)
+        return f"{words} but for {len(self._chosen.pairs)} rules" if self._chosen.pairs else words
 
-    def _attach_compression(self, asked: Callable[[], tuple[Rules, int]]) -> tuple[Rules, int]:
-        """Apply and return the result of `asked`: rules and exact steps. An error of `asked` is raised on all ranks."""
+    def _attach_compression(self, asked: Callable[[], Rules]) -> Rules:
+        """Apply and return the result of `asked`, an error of which is raised on all ranks."""
         from ringdp.ddp.compression.plan import ModelCompression
 
         compression = self._compression

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp import values
-from ringdp.compression import Auto, Compressor, Rules, get
+from ringdp.compression import Auto, Compressor, get
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import Sparsity
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.parameters import ModelParameter
 from ringdp.compression.partition import owner_offset_of
 from ringdp.compression.rule_use import RuleUse
+from ringdp.compression.rules import Rules
 from ringdp.ddp.compression.auto import AutoCompression, Decision, crosses_network
 from ringdp.ddp.compression.tuner import EXACT
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
@@ -75,24 +75,21 @@ class ModelCompression:
         self.idle_reason: str = ""  # why it does not, where it was asked to
         self._crosses_network: bool | None = None  # not asked yet
 
-    def choose(
-        self, asked: Callable[[], tuple[Rules, int]], left_out: Iterable[ModelParameter] = ()
-    ) -> tuple[Rules, int]:
+    def choose(self, asked: Callable[[], Rules], left_out: Iterable[ModelParameter] = ()) -> Rules:
         """Give each parameter its compressor. The state of an equal compressor is kept.
 
         Args:
-            asked: gives the user's rules, and how many of the next synchronised steps stay exact. An error of it is
-                raised on the other ranks too, so that none waits for this one.
+            asked: gives the user's rules. An error of it is raised on the other ranks too, so that none waits for this
+                one.
             left_out: the model's parameters that are not among `parameters`.
 
         Raises:
-            InvalidArgumentError: a number of steps below zero, or a rule that no parameter fits.
+            InvalidArgumentError: a rule that no parameter fits.
             MismatchError: the ranks chose differently (names the first parameter and both choices), or another rank's
                 arguments cannot be used (has its reason).
         """
         try:
-            rules, warmup_steps = asked()
-            values.whole("RingDP", "warmup_steps", warmup_steps, 0)
+            rules = asked()
             use = RuleUse(rules, self.parameters, left_out)
             use.refuse_unmatched()
             chosen = [self._known(i, rules.of(one)) for i, one in enumerate(self.parameters)]
@@ -100,13 +97,14 @@ class ModelCompression:
             report_refusal(error, self.group, self.device, _OPERATION)
             raise
         warnings = use.warnings
+        warmup_steps = rules.asked.warmup_steps
         self._agree(chosen, warmup_steps, warnings)
         for warning in warnings if self.group.rank() == 0 else ():
             _log.warning("%s", warning)
         self._install(chosen)
         self.exact_until = self.steps + warmup_steps
         self._enable(warmup_steps == 0)
-        return rules, warmup_steps
+        return rules
 
     @property
     def steps(self) -> int:

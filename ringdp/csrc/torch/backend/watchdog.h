@@ -42,8 +42,9 @@ class BackendWatchdog {
 
   // Throws the failure of ring's group, if it has failed.
   void throw_if_failed() const;
-  // Waits for a future of the foreign backend, which `future_of` gets; throws ring's failure as soon as there is one, and
-  // before the future's own. (On devices such futures are complete at once, and their results are ordered by a stream.)
+  // Waits for a future of the foreign backend, which `future_of` gets; throws ring's failure as soon as there is one,
+  // and before the future's own. (On devices such futures are complete at once, and their results are ordered by a
+  // stream.)
   void wait_for(const std::function<c10::intrusive_ptr<c10::ivalue::Future>()>& future_of) const;
 
   bool aborted() const;  // the foreign backend's abort() has returned

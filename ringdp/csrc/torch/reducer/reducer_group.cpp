@@ -100,8 +100,7 @@ std::vector<int32_t> ReducerGroup::broadcast(const std::vector<int32_t>& mine, c
 }
 
 void ReducerGroup::finish(c10d::Work& work, c10::Device device) const {
-  if (const auto watchdog = watchdog_of(*group_, device.type()))
-    watchdog->wait_for([&] { return work.getFuture(); });
+  if (const auto watchdog = watchdog_of(*group_, device.type())) watchdog->wait_for([&] { return work.getFuture(); });
   work.wait();
 }
 
