@@ -203,4 +203,19 @@ CASE("behind a goodbye nothing is sent") {
   CHECK(!link.has_outgoing());
 }
 
+CASE("a frame that says it is longer than its type may be is refused before anything is allocated for it") {
+  for (int type = 1; type <= 8; ++type) {
+    FrameHeader header;
+    header.type = static_cast<FrameType>(type);
+    std::array<std::byte, kFrameHeaderBytes> raw{};
+    header.encode(raw);
+    CHECK(FrameHeader::decode(raw).type == header.type);
+    for (uint32_t length : {uint32_t{kSegmentBytes} + 1, uint32_t{1} << 31, ~uint32_t{0}}) {
+      header.length = length;
+      header.encode(raw);
+      CHECK_THROWS(ErrorKind::kHandshake, FrameHeader::decode(raw));
+    }
+  }
+}
+
 }  // namespace ringdp::testing

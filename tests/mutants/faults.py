@@ -217,8 +217,7 @@ CORE = [
         "mesh/frame.cpp",
         "header.length > longest_payload(static_cast<FrameType>(type))",
         "false",
-        "tests/fault/test_hostile.py",
-        "tests/fault/test_damaged_bytes.py",
+        "tests/cpp/test_cpp.py::test_passes[asan-test_damage]",
     ),
     core(
         "an early frame is taken without its fingerprint",

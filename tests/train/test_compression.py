@@ -74,6 +74,33 @@ def rules_decide_by_name_module_type_and_size() -> None:
     assert chosen["5.weight"].startswith("Int8")
 
 
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        return self.other(self.one(x)) if both else self.one(x)
+
+
+def what_a_parameter_owes_waits_until_a_rank_uses_it() -> None:
+    model, rank = RingDP(TwoLayers(), compression="int4", find_unused_parameters=True), dist.get_rank()
+
+    def owed_after(step: int, *, both: bool) -> Tensor:
+        x, _ = training.batch(step, rank)
+        model.zero_grad()
+        model(x, both=both).square().mean().backward()
+        owed = model.compression_state_dict()["ranks"][str(rank)]["other.weight"]["residual"]
+        assert isinstance(owed, Tensor)
+        return owed.clone()
+
+    owed = owed_after(0, both=True)
+    assert owed.any()
+    assert torch.equal(owed_after(1, both=False), owed)
+    assert not torch.equal(owed_after(2, both=rank == 0), owed)
+
+
 def warm_up_steps_are_exact_to_the_bit() -> None:
     exact = training.train(RingDP(training.wide()), range(5))
     model = RingDP(training.wide(), compression=Compression("int4", warmup_steps=3))
@@ -248,6 +275,7 @@ def test_two_ranks_over_ring() -> None:
         each,
         rules_decide_by_name_module_type_and_size,
         warm_up_steps_are_exact_to_the_bit,
+        what_a_parameter_owes_waits_until_a_rank_uses_it,
         no_sync_compresses_once,
         *(
             partial(an_infinity_of_one_rank_is_seen_by_all_and_leaves_no_trace, *it)
