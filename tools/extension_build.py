@@ -46,7 +46,21 @@ from torch.utils import cpp_extension  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 CSRC = Path("ringdp/csrc")
-CORE_FOLDERS = ("base", "transport", "mesh", "kernels", "codec", "device", "collective", "membership", "engine")
+CORE_FOLDERS = (
+    *(
+        "base",
+        "transport",
+        "link",
+        "shared",
+        "meet",
+        "kernels",
+        "codec",
+        "device",
+        "collective",
+        "membership",
+        "engine",
+    ),
+)
 # No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
 COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
 # For what binds classes to Python: pybind11's templates take long to optimise, and no time is spent in them.

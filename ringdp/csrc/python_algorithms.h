@@ -13,7 +13,7 @@
 #include "collective/algorithm_table.h"
 #include "collective/tuning.h"
 #include "kernels/kernels.h"
-#include "mesh/addresses.h"
+#include "meet/addresses.h"
 
 namespace ringdp {
 

@@ -12,7 +12,7 @@
 #include "engine/group.h"
 #include "faulty.h"
 #include "kernels/kernels.h"
-#include "mesh/store.h"
+#include "meet/store.h"
 #include "python_algorithms.h"
 #include "python_codecs.h"
 #include "python_errors.h"

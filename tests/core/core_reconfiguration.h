@@ -1,4 +1,4 @@
-// Reconfiguration (mesh/reconfiguration.h) for Python, without torch: part of _core, included by core_module.cpp alone.
+// Reconfiguration (meet/reconfiguration.h) for Python, without torch: part of _core, included by core_module.cpp alone.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@
 
 #include "collective/tuning.h"
 #include "engine/runtime.h"
-#include "mesh/reconfiguration.h"
+#include "meet/reconfiguration.h"
 
 namespace ringdp {
 

@@ -9,9 +9,9 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "fuzz.h"
-#include "mesh/addresses.h"
-#include "mesh/connector.h"
-#include "mesh/record.h"
+#include "meet/addresses.h"
+#include "meet/connector.h"
+#include "meet/store.h"
 
 namespace ringdp::fuzz {
 namespace {

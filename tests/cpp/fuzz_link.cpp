@@ -9,8 +9,8 @@
 
 #include "base/error.h"
 #include "fuzz.h"
-#include "mesh/link.h"
-#include "mesh/peer_state.h"
+#include "link/frame.h"
+#include "link/link.h"
 
 namespace ringdp::fuzz {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "engine/group.h"
-#include "mesh/store.h"
+#include "meet/store.h"
 #include "testing.h"
 
 namespace ringdp::testing {

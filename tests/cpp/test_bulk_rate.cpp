@@ -6,7 +6,7 @@
 
 #include "base/naming.h"
 #include "job.h"
-#include "mesh/bulk_rate.h"
+#include "link/send_window.h"
 #include "transport/tcp.h"
 
 namespace ringdp::testing {

@@ -15,7 +15,7 @@
 
 #include "base/deadline.h"
 #include "faulty.h"
-#include "mesh/shared_setup.h"
+#include "shared/shared_setup.h"
 #include "testing.h"
 #include "transport/poller.h"
 #include "transport/tcp.h"

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <random>
 
-#include "mesh/link.h"
-#include "mesh/peer_state.h"
+#include "link/frame.h"
+#include "link/link.h"
 #include "testing.h"
 
 namespace ringdp::testing {

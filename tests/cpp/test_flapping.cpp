@@ -8,7 +8,7 @@
 
 #include "collective/compressed.h"
 #include "job.h"
-#include "mesh/handshake.h"
+#include "meet/handshake.h"
 #include "sockets.h"
 
 using namespace ringdp;

@@ -4,7 +4,7 @@
 #include <memory>
 #include <utility>
 
-#include "mesh/handshake_attempt.h"
+#include "meet/handshake_attempt.h"
 #include "testing.h"
 #include "transport/tcp.h"
 

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "mesh/host.h"
+#include "meet/peer_records.h"
 #include "testing.h"
 
 namespace ringdp::testing {

@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "job.h"
-#include "mesh/overlay.h"
+#include "meet/rendezvous.h"
 
 namespace ringdp::testing {
 namespace {

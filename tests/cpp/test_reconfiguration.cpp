@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "job.h"
-#include "mesh/reconfiguration.h"
+#include "meet/reconfiguration.h"
 
 namespace ringdp::testing {
 namespace {

@@ -1,4 +1,4 @@
-// The protocol by which a broken connection is made again (mesh/redialler.h, mesh/link_repair.h), as a model: every
+// The protocol by which a broken connection is made again (meet/redialler.h, link/link.h), as a model: every
 // order in which frames are sent, acknowledged, read and forgotten, connections break, and messages of several
 // attempts arrive. No frame is lost, comes twice or is missing when it should go again, and from every state a whole
 // connection can be reached. Variants of the protocol that leave a rule out are caught. RINGDP_EXPLORE=1 explores more

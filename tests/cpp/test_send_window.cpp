@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "mesh/early_frames.h"
-#include "mesh/send_window.h"
+#include "link/incoming_flows.h"
+#include "link/send_window.h"
 #include "testing.h"
 
 namespace ringdp {

@@ -18,7 +18,7 @@
 #include "base/bytes.h"
 #include "base/sha256.h"
 #include "base/text.h"
-#include "mesh/shared_setup.h"
+#include "shared/shared_setup.h"
 #include "testing.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"

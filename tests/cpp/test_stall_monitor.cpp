@@ -7,7 +7,7 @@
 #include "base/process_stacks.h"
 #include "base/text.h"
 #include "job.h"
-#include "mesh/peer_state.h"
+#include "link/frame.h"
 
 namespace ringdp::testing {
 namespace {

@@ -13,20 +13,22 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> {collective, membership} -> {mesh, codec} -> {transport, kernels, device} -> base: a folder
-# includes itself and folders of lower rank. Folders of one rank do not know each other.
+# torch -> {engine, cuda} -> membership -> {collective, meet} -> {link, shared, codec} -> {transport, kernels, device}
+# -> base: a folder includes itself and folders of lower rank. Folders of one rank do not know each other.
 RANK = {
     "base": 0,
     "transport": 1,
     "kernels": 1,
     "device": 1,
-    "mesh": 2,
+    "link": 2,
+    "shared": 2,
     "codec": 2,
     "collective": 3,
-    "membership": 3,
-    "engine": 4,
-    "cuda": 4,
-    "torch": 5,
+    "meet": 3,
+    "membership": 4,
+    "engine": 5,
+    "cuda": 5,
+    "torch": 6,
 }
 # The rooms of torch/, in the same way; those of backend and device know each other.
 TORCH_RANK = {"backend": 0, "device": 0, "reducer": 1, "bindings": 2}
@@ -35,7 +37,7 @@ FOR_ALL_OF_TORCH = {"torch/bindings/bindings.h", "torch/bindings/without_python_
 # What users' libraries include, and the core too: it knows nothing of ringdp.
 PUBLIC = "../include/ringdp/"
 # The files beside the folders are the border to Python: above everything but torch, and used by torch/ alone.
-BORDER_RANK = 5
+BORDER_RANK = 6
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|c10d|caffe2)/")
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h$)")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
@@ -258,7 +260,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     ("file", "line", "complaint"),
     [
         ("collective/ring.cpp", '#include "engine/engine.h"', "does not stand to the right"),
-        ("mesh/link.cpp", '#include "codec/codec.h"', "does not stand to the right"),
+        ("link/link.cpp", '#include "codec/codec.h"', "does not stand to the right"),
         ("base/fd.cpp", '#include "kernels/kernels.h"', "does not stand to the right"),
         ("cuda/cast.cu", '#include "engine/engine.h"', "does not stand to the right"),
         ("core_module.cpp", '#include "torch/bindings/bindings.h"', "does not stand to the right"),
@@ -271,9 +273,9 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         ("engine/engine.cpp", "#  include <c10/core/Stream.h>", "only torch/ may include torch"),
         ("engine/engine.cpp", "#include <torch/csrc/distributed/c10d/Store.hpp>", "only torch/ may include torch"),
         ("cuda/cast.cu", "#include <ATen/ATen.h>", "only torch/ may include torch"),
-        ("mesh/link.cpp", "#include <pybind11/pybind11.h>", "knows nothing of Python"),
-        ("mesh/link.cpp", '#include "python_errors.h"', "border to Python"),
-        ("mesh/link.cpp", '#include "link.h"', "no file under"),
+        ("link/link.cpp", "#include <pybind11/pybind11.h>", "knows nothing of Python"),
+        ("link/link.cpp", '#include "python_errors.h"', "border to Python"),
+        ("link/link.cpp", '#include "link.h"', "no file under"),
         ("new/thing.cpp", "#include <vector>", "has no rank"),
     ],
 )

@@ -10,7 +10,21 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ("base", "transport", "mesh", "kernels", "codec", "device", "collective", "membership", "engine")
+CORE = (
+    *(
+        "base",
+        "transport",
+        "link",
+        "shared",
+        "meet",
+        "kernels",
+        "codec",
+        "device",
+        "collective",
+        "membership",
+        "engine",
+    ),
+)
 TORCH = ("torch/backend", "torch/device", "torch/reducer", "torch/bindings")
 
 

@@ -16,7 +16,7 @@
 #include "collective/input_factors.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
-#include "mesh/link.h"
+#include "link/link.h"
 
 namespace ringdp {
 

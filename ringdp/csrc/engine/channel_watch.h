@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "mesh/link.h"
+#include "link/link.h"
 #include "transport/channel.h"
 #include "transport/poller.h"
 

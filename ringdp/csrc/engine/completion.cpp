@@ -8,7 +8,7 @@
 #include "base/bytes.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "mesh/frame.h"
+#include "link/frame.h"
 
 namespace ringdp {
 namespace {

@@ -1,4 +1,4 @@
-// Connections: the engine's interface for the thread that makes connections (mesh/connection_thread.h). Owned by the
+// Connections: the engine's interface for the thread that makes connections (meet/connection_thread.h). Owned by the
 // Engine. Any thread; each call runs while no other thread drives the engine.
 #pragma once
 

@@ -13,7 +13,7 @@
 #include "engine/job_thread.h"
 #include "engine/notices.h"
 #include "engine/operation_record.h"
-#include "mesh/connection.h"
+#include "link/connection.h"
 
 namespace ringdp {
 

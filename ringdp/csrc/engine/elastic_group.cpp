@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "mesh/record.h"
+#include "meet/store.h"
 
 namespace ringdp {
 namespace {

@@ -34,8 +34,8 @@
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
 #include "engine/work.h"
-#include "mesh/link.h"
-#include "mesh/rendezvous.h"
+#include "link/link.h"
+#include "meet/rendezvous.h"
 #include "transport/poller.h"
 
 namespace ringdp {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "mesh/frame.h"
+#include "link/frame.h"
 #include "transport/channel.h"
 
 namespace ringdp {

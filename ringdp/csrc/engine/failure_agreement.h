@@ -19,8 +19,8 @@
 #include "engine/driver_role.h"
 #include "engine/group_table.h"
 #include "engine/peer_links.h"
-#include "mesh/frame.h"
-#include "mesh/link.h"
+#include "link/frame.h"
+#include "link/link.h"
 
 namespace ringdp {
 

@@ -22,8 +22,8 @@
 #include "collective/operation.h"
 #include "engine/operation_record.h"
 #include "engine/work.h"
-#include "mesh/link.h"
-#include "mesh/peer_state.h"
+#include "link/frame.h"
+#include "link/link.h"
 
 namespace ringdp {
 

@@ -1,5 +1,5 @@
 // Healing: the engine's side of replacing a broken connection. The link waits while the connecting thread makes
-// another connection (mesh/redialler.h) and calls the steps here; the peer is lost if there is none in time, or at
+// another connection (meet/redialler.h) and calls the steps here; the peer is lost if there is none in time, or at
 // once if its process has ended. Owned by the Engine. Used by the thread that drives: called by PeerLinks and by
 // Connections.
 #pragma once

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "engine/operation_record.h"
-#include "mesh/connection.h"
+#include "link/connection.h"
 
 namespace ringdp {
 

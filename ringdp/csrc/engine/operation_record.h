@@ -15,7 +15,7 @@
 
 #include "base/thread_safety.h"
 #include "collective/operation.h"
-#include "mesh/flow_record.h"
+#include "link/flow.h"
 
 namespace ringdp {
 

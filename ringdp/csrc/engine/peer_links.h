@@ -16,8 +16,8 @@
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/peer_table.h"
-#include "mesh/link.h"
-#include "mesh/rendezvous.h"
+#include "link/link.h"
+#include "meet/rendezvous.h"
 #include "transport/poller.h"
 #include "transport/rate_limit.h"
 

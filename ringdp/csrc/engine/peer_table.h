@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "mesh/rendezvous.h"
+#include "meet/rendezvous.h"
 
 namespace ringdp {
 

@@ -12,8 +12,8 @@
 
 #include "collective/algorithm_table.h"
 #include "engine/engine.h"
-#include "mesh/connection_thread.h"
-#include "mesh/rendezvous.h"
+#include "meet/connection_thread.h"
+#include "meet/rendezvous.h"
 
 namespace ringdp {
 

@@ -18,7 +18,7 @@
 #include "engine/notices.h"
 #include "engine/peer_links.h"
 #include "engine/program_threads.h"
-#include "mesh/peer_state.h"
+#include "link/frame.h"
 
 namespace ringdp {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "mesh/store.h"
+#include "meet/store.h"
 
 namespace ringdp {
 

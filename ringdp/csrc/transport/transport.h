@@ -26,7 +26,7 @@ struct Transport {
 
   // Opens the channel over the authenticated TCP connections to the peer: one, or several on a long path. An empty
   // one, not the first, is added to the channel later. Both ends call it after the peer's last handshake message; it
-  // must not wait for the peer. Null: the ranks set up memory first, which can fail (mesh/shared_setup.h).
+  // must not wait for the peer. Null: the ranks set up memory first, which can fail (shared/shared_setup.h).
   std::unique_ptr<Channel> (*open)(std::vector<Fd> sockets) = nullptr;
 };
 

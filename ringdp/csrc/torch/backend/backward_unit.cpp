@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "mesh/record.h"
+#include "meet/store.h"
 
 namespace ringdp {
 namespace {

@@ -15,7 +15,7 @@
 #include <string>
 #include <thread>
 
-#include "mesh/reconfiguration.h"
+#include "meet/reconfiguration.h"
 #include "torch/backend/membership.h"
 
 namespace ringdp {

@@ -1,11 +1,11 @@
-// torch's key-value store as the Store of mesh/store.h. Used by the thread that creates a process group, without the
+// torch's key-value store as the Store of meet/store.h. Used by the thread that creates a process group, without the
 // GIL.
 #pragma once
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "mesh/store.h"
+#include "meet/store.h"
 #include "torch/backend/store_watch.h"
 
 namespace ringdp {

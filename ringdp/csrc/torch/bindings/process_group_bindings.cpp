@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "collective/tuning.h"
-#include "mesh/pending_mesh.h"
+#include "meet/rendezvous.h"
 #include "python_naming.h"
 #include "python_records.h"
 #include "python_transports.h"

@@ -1,0 +1,278 @@
+#include "link/link_sender.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // sent at once
+constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
+constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // pings and pongs queued for a peer that does not read
+constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
+constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
+constexpr std::size_t kControlPieceBytes =
+    400;  // of control frames alone, in one packet (the least MTU of IPv4 is 576)
+
+std::size_t padding_on(const Connection& connection, std::size_t payload) {
+  return connection.direct() ? Channel::padding_of(payload) : 0;
+}
+
+}  // namespace
+
+void LinkSender::opened(bool checksums) {
+  check_ = FrameCheck(checksums && !connection_.direct());
+  if (heals_ && !connection_.direct()) kept_.emplace();
+  unsent_is_limited_ = false;
+  for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
+}
+
+// Staged frames are kept: their operations count them as sent.
+void LinkSender::interrupted() {
+  wished_ = true;
+  blocked_ = false;
+  control_.clear();
+  finish_frame();
+}
+
+bool LinkSender::resumed(uint64_t taken) {
+  if (!kept_->rewind(taken)) return false;
+  stream_sent_ = 0;
+  received_ = false;
+  unsent_is_limited_ = false;
+  window_.bulk_rate() = BulkRate();
+  control(FrameHeader::of(FrameType::kCredit, 0, 0));  // it shows the peer that this rank reads, as a goodbye does
+  for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
+  return true;
+}
+
+void LinkSender::look_what_arrived() {
+  // Otherwise the peer reports what it has received, or may close this channel before it has read from it. The goodbye
+  // is the last frame: bytes that the peer has not read may be lost, and this rank has left by then.
+  if (!connection_.connected() || connection_.healing() || !received_ || said_bye_) return;
+  const uint64_t lost = connection_.channel().undelivered();
+  kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
+}
+
+void LinkSender::attach(SendFlow& flow) {
+  window_.take_grant(flow);
+  sending_.push_back(&flow);
+  wish();
+}
+
+// A frame that has begun is always finished, because the peer would otherwise take the next header for payload.
+void LinkSender::detach(SendFlow& flow) {
+  std::erase(sending_, &flow);
+  if (kept_ && kept_->lends_any()) {
+    look_what_arrived();
+    kept_->take_over(flow, {});
+  }
+  if (payload_flow_ != &flow) return;
+  // Half of the frame is sent: the other half comes from a copy.
+  payload_flow_ = nullptr;
+  orphan_.assign(payload_.begin(), payload_.end());
+  payload_ = orphan_;
+}
+
+void LinkSender::will_change(const SendFlow& flow, std::span<const std::byte> memory) {
+  if (!kept_ || !kept_->lends_any()) return;
+  look_what_arrived();
+  kept_->take_over(flow, memory);
+}
+
+void LinkSender::wish() {
+  if (connection_.connected() || wished_ || !connection_.usable()) return;
+  wished_ = true;
+  events_.wanted();
+}
+
+bool LinkSender::has_outgoing() const {
+  if (!connection_.connected() || connection_.departed() || connection_.healing()) return false;
+  if (frame_under_way() || !control_.empty() || (kept_ && kept_->rewound())) return true;
+  return !said_bye_ && std::any_of(sending_.begin(), sending_.end(), [this](SendFlow* flow) {
+    return window_.sendable(*flow) || window_.must_request(*flow);
+  });
+}
+
+void LinkSender::control(FrameHeader header, const std::string& payload) {
+  if (said_bye_) return;
+  if (connection_.connected() && !connection_.healing()) return put(header, payload);
+  waiting_.emplace_back(header, payload);
+  wish();
+}
+
+void LinkSender::put(FrameHeader header, const std::string& payload) {
+  header.length = static_cast<uint32_t>(payload.size());
+  header.credit = consumed_reported_ = consumed_;
+  std::size_t at = control_.size();
+  control_.resize(at + check_.head_bytes() + payload.size() + padding_on(connection_, payload.size()));
+  check_.write_head(header, std::as_bytes(std::span(payload)), control_.data() + at);
+  if (!payload.empty()) std::memcpy(control_.data() + at + check_.head_bytes(), payload.data(), payload.size());
+  if (kept_)
+    kept_->add(std::span(control_).subspan(at, check_.head_bytes()), std::as_bytes(std::span(payload)), nullptr);
+}
+
+void LinkSender::say_bye(const std::string& reason) {
+  if (said_bye_) return;
+  control(FrameHeader::of(FrameType::kBye, 0, 0), reason);
+  said_bye_ = true;
+}
+
+// With a frame half sent this does not wait: a rank that leaves does not wait for long.
+void LinkSender::answer_bye() {
+  if (!connection_.connected() || connection_.direct() || connection_.healing()) return;
+  if (said_bye_ || frame_under_way() || (kept_ && kept_->rewound())) return;
+  FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeRead);
+  header.credit = consumed_;
+  std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head;
+  check_.write_head(header, {}, head.data());
+  const iovec piece{head.data(), check_.head_bytes()};
+  connection_.channel().send(std::span(&piece, 1));
+}
+
+bool LinkSender::may_talk() const { return control_.size() < kMaxTalkBytes; }
+
+bool LinkSender::grant(const FrameHeader& header) {
+  for (SendFlow* flow : sending_) {
+    if (flow->identity->group != header.group || flow->identity->sequence != header.sequence) continue;
+    flow->granted = std::min(std::max(flow->granted, header.offset), flow->total);
+    return true;
+  }
+  return false;
+}
+
+void LinkSender::consumed(uint32_t bytes) {
+  consumed_ += bytes;
+  if (static_cast<uint32_t>(consumed_ - consumed_reported_) >= kEagerWindowBytes / 2)
+    control(FrameHeader::of(FrameType::kCredit, 0, 0));
+}
+
+bool LinkSender::stage_next() {
+  head_.clear();
+  head_sent_ = 0;
+  payload_ = {};
+  payload_sent_ = 0;
+  padding_ = 0;
+  payload_flow_ = nullptr;
+  for (SendFlow* flow : sending_) {
+    if (!window_.must_request(*flow)) continue;
+    flow->requested = true;
+    control(FrameHeader::of(FrameType::kRequest, flow->identity->group, flow->identity->sequence));
+  }
+  std::swap(head_, control_);
+  if (said_bye_) return !head_.empty();
+  SendFlow* const next = window_.next_of(sending_);
+  const bool bulk = next != nullptr && next->identity->bulk && !connection_.direct();
+  if (!window_.bulk_rate().admits(bulk ? &connection_.channel() : nullptr) || next == nullptr) return !head_.empty();
+  SendFlow& flow = *next;
+  FrameHeader header;
+  std::size_t limit = std::min<uint64_t>({segment_bytes_, window_.allowance(flow), flow.ready - flow.sent});
+  if (bulk) {
+    limit = std::min(limit, window_.bulk_rate().frame_bytes());
+    if (!std::exchange(unsent_is_limited_, true)) connection_.channel().limit_unsent(kBulkUnsentBytes);
+  }
+  if (flow.total > 0) {
+    const bool timed = flow.encodes && flow.record != nullptr;
+    const Clock::time_point began = timed ? Clock::now() : Clock::time_point{};
+    payload_ = flow.handler->outgoing(flow, flow.sent, limit);
+    if (timed) flow.record->note_work(nanoseconds_of(began));
+  }
+  if (flow.total > 0 && payload_.empty()) return !head_.empty();  // less than one element is allowed: wait for more
+  if (bulk) window_.bulk_rate().sent(payload_.size(), Clock::now());
+  payload_flow_ = &flow;
+  if (flow.record != nullptr && payload_.size() > kSmallPayloadBytes) flow.record->note_begin();
+  padding_ = padding_on(connection_, payload_.size());
+  header.eager = flow.sent >= flow.granted;
+  if (header.eager) window_.sent_eagerly(payload_.size());
+  header.length = static_cast<uint32_t>(payload_.size());
+  header.group = flow.identity->group;
+  header.sequence = flow.identity->sequence;
+  header.offset = flow.sent;
+  header.fingerprint = flow.identity->fingerprint;
+  header.shape = flow.identity->shape;
+  if (flow.identity->counts_differ) header.shape.count = flow.identity->elements(flow.total);
+  header.credit = consumed_reported_ = consumed_;
+  std::size_t at = head_.size();
+  head_.resize(at + check_.head_bytes());
+  check_.write_head(header, payload_, head_.data() + at);
+  if (kept_)
+    kept_->add(std::span(head_).subspan(at), payload_, payload_.size() > ResendQueue::kCopiedBytes ? &flow : nullptr);
+  return true;
+}
+
+void LinkSender::finish_frame() {
+  SendFlow* flow = std::exchange(payload_flow_, nullptr);
+  std::size_t sent = payload_.size();
+  payload_ = {};
+  payload_sent_ = 0;
+  padding_ = 0;
+  head_.clear();
+  head_sent_ = 0;
+  orphan_.clear();
+  const bool may_change = flow != nullptr && !flow->lasting;
+  if (kept_ && (kept_->should_forget() || (may_change && kept_->lends_any()))) {
+    look_what_arrived();
+    if (may_change) kept_->take_over(*flow, {});
+  }
+  if (flow == nullptr) return;
+  flow->sent += sent;
+  flow->opened = true;
+  if (flow->record != nullptr) flow->record->note(flow->sent);
+  if (flow->complete()) std::erase(sending_, flow);
+  flow->handler->flushed(*flow);
+}
+
+std::size_t LinkSender::pieces(std::array<iovec, 3>& out) const {
+  std::size_t count = 0;
+  // An abort or goodbye must pass also where large packets do not.
+  const bool only_control = payload_.empty() && !connection_.direct();
+  const std::size_t most = only_control ? kControlPieceBytes : head_.size();
+  if (head_sent_ < head_.size())
+    out[count++] = {const_cast<std::byte*>(head_.data()) + head_sent_, std::min(most, head_.size() - head_sent_)};
+  if (payload_sent_ < payload_.size())
+    out[count++] = {const_cast<std::byte*>(payload_.data()) + payload_sent_, payload_.size() - payload_sent_};
+  if (padding_ > 0) {
+    std::size_t sent = payload_sent_ > payload_.size() ? payload_sent_ - payload_.size() : 0;
+    out[count++] = {const_cast<std::byte*>(kPadding.data()), padding_ - sent};
+  }
+  return count;
+}
+
+bool LinkSender::pump() {
+  blocked_ = false;
+  std::size_t moved = 0;
+  while (connection_.connected() && !connection_.departed() && !connection_.healing() && moved < kSendBudgetBytes) {
+    const bool again = kept_ && kept_->rewound();
+    if (!again && !frame_under_way()) {
+      finish_frame();
+      if (!stage_next()) break;
+    }
+    std::array<iovec, 3> out;
+    const std::size_t count = again ? kept_->pieces(out) : pieces(out);
+    IoResult result = connection_.channel().send(std::span(out.data(), count));
+    if (result.status == IoStatus::kWouldBlock) {
+      blocked_ = true;
+      break;
+    }
+    if (result.status != IoStatus::kOk) {
+      events_.closed(result.error_number);
+      break;
+    }
+    moved += result.bytes;
+    bytes_sent_.fetch_add(result.bytes, std::memory_order_relaxed);
+    stream_sent_ += result.bytes;
+    if (again) {
+      kept_->sent(result.bytes);
+      continue;
+    }
+    std::size_t of_head = std::min(result.bytes, head_.size() - head_sent_);
+    head_sent_ += of_head;
+    payload_sent_ += result.bytes - of_head;
+  }
+  if (connection_.connected() && !frame_under_way()) finish_frame();
+  return moved > 0;
+}
+
+}  // namespace ringdp

@@ -1,0 +1,222 @@
+#include "meet/handshake_attempt.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/error.h"
+#include "base/sha256.h"
+#include "meet/handshake.h"
+#include "transport/striped.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
+constexpr int64_t kPeerMs = 30'000;    // how long a rank of this job may take to answer
+constexpr int kLooksLostMs = 3000;     // left of its patience: padding that has not come by then is lost
+
+bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
+
+}  // namespace
+
+HandshakeFields HandshakeSelf::fields(HandshakeType type, int peer) const {
+  HandshakeFields out = mine;
+  out.type = type;
+  out.from = mine.to;
+  out.to = static_cast<uint32_t>(peer);
+  random_bytes(out.nonce);
+  if (type == HandshakeType::kHello) std::copy(instance.begin(), instance.end(), out.nonce.begin());
+  return out;
+}
+
+HandshakeAttempt::HandshakeAttempt(Facts dialled) : facts_(std::move(dialled)) {
+  facts_.dialled = true;
+  if (facts_.stream > 0) deadline_ = Deadline::after_ms(kPeerMs);
+  int error_number = 0;
+  socket_ = HandshakeSocket(start_connect(facts_.address, error_number));
+  if (error_number != 0) fail(errno_text(error_number), connection_refused(error_number));
+}
+
+HandshakeAttempt::HandshakeAttempt(Fd accepted, const SocketAddress& from)
+    : socket_(std::move(accepted)), stage_(Stage::kAwaitHello), deadline_(Deadline::after_ms(kStrangerMs)) {
+  facts_.address = from;
+}
+
+bool HandshakeAttempt::lacks_padding() const {
+  return stage_ == Stage::kAwaitPadding && deadline_.remaining_ms(kLooksLostMs + 1) <= kLooksLostMs;
+}
+
+void HandshakeAttempt::fail(const std::string& why, bool refused, bool final) {
+  failure_ = Failure{.why = why, .refused = refused, .final = final};
+  close();
+}
+
+void HandshakeAttempt::close() {
+  stage_ = Stage::kClosed;
+  socket_.close();
+}
+
+void HandshakeAttempt::expire(const HandshakeSelf& self) {
+  if (over() || !deadline_.expired()) return;
+  if (stage_ != Stage::kAwaitPadding) return fail("it did not answer in time");
+  const std::string bytes = std::to_string(socket_.padding());
+  const std::string connection = connection_text(socket_.fd());
+  fail("connected, but a packet with " + bytes + " bytes does not arrive", false, true);
+  failure_->large = connection + ": a packet with " + bytes + " bytes did not arrive within " +
+                    std::to_string(self.padding_ms / 1000) + " s, short ones did";
+}
+
+HandshakeAttempt::Event HandshakeAttempt::advance(const HandshakeSelf& self) {
+  if (stage_ == Stage::kConnecting) {
+    const int error_number = connect_error(socket_.fd());
+    if (error_number == 0) return Event::kConnected;
+    fail(errno_text(error_number), connection_refused(error_number));
+    return Event::kNone;
+  }
+  const bool padding = stage_ == Stage::kAwaitPadding;
+  // A connection that closes without a message came from a rank that connected by another address, or was a probe.
+  const bool may_be_silent = stage_ == Stage::kAwaitHello && !socket_.begun();
+  switch (padding ? socket_.read_padding() : socket_.read_message()) {
+    case HandshakeSocket::Read::kWaits:
+      return Event::kNone;
+    case HandshakeSocket::Read::kEnded:
+      fail(may_be_silent && socket_.error_number() == 0 ? "" : socket_.why(),
+           connection_refused(socket_.error_number()));
+      return Event::kNone;
+    case HandshakeSocket::Read::kDone:
+      break;
+  }
+  switch (stage_) {
+    case Stage::kAwaitPadding:
+      return on_padding();
+    case Stage::kAwaitReply:
+      return on_reply(self);
+    case Stage::kAwaitHello:
+      return on_hello(self);
+    case Stage::kAwaitConfirm:
+      return on_confirm(self);
+    default:
+      return Event::kNone;
+  }
+}
+
+bool HandshakeAttempt::send(const HandshakeSelf& self, const HandshakeFields& fields) {
+  HandshakeFields sent = fields;
+  sent.stream = static_cast<uint16_t>(facts_.stream);
+  sent.streams = static_cast<uint16_t>(facts_.streams);
+  sent.number = facts_.number;
+  if (socket_.send(sent, self.secret)) return true;
+  fail(socket_.why());
+  return false;
+}
+
+HandshakeAttempt::Event HandshakeAttempt::await_padding(const HandshakeSelf& self, std::size_t bytes) {
+  if (!socket_.announced(bytes)) {
+    fail("it announced padding of " + std::to_string(bytes) + " bytes", false, true);
+    return Event::kNone;
+  }
+  stage_ = Stage::kAwaitPadding;
+  deadline_ = Deadline::after_ms(self.padding_ms);
+  return bytes == 0 ? on_padding() : advance(self);
+}
+
+// All of it has come.
+HandshakeAttempt::Event HandshakeAttempt::on_padding() {
+  if (facts_.dialled) return Event::kProven;
+  stage_ = Stage::kDone;
+  return Event::kNone;
+}
+
+// ---- The side that has dialled ----
+
+bool HandshakeAttempt::knock(const HandshakeSelf& self) {
+  if (!send(self, self.fields(HandshakeType::kKnock, facts_.peer))) return false;
+  close();
+  return true;
+}
+
+void HandshakeAttempt::greet(const HandshakeSelf& self) {
+  deadline_ = Deadline::after_ms(kPeerMs);
+  if (send(self, self.fields(HandshakeType::kHello, facts_.peer))) stage_ = Stage::kAwaitReply;
+}
+
+HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
+  const auto reply = socket_.decode(self.secret);
+  if (!reply) {
+    fail("the process there does not belong to this job (another secret?)", false, true);
+  } else if (reply->type == HandshakeType::kRefusal) {
+    fail("refused: " + refusal_text(reply->refusal, *reply, self.mine), false, true);
+  } else if (reply->type != HandshakeType::kReply || reply->from != static_cast<uint32_t>(facts_.peer) ||
+             reply->to != self.mine.to) {
+    fail("it answered as another rank", false, true);
+  } else {
+    socket_.add_to_transcript();
+    facts_.met = reply->met;
+    return await_padding(self, reply->padding);
+  }
+  return Event::kNone;
+}
+
+void HandshakeAttempt::confirm(const HandshakeSelf& self, int streams) {
+  facts_.streams = streams;
+  HandshakeFields fields = self.fields(HandshakeType::kConfirm, facts_.peer);
+  fields.padding = padding_for(socket_.fd());
+  if (send(self, fields)) stage_ = Stage::kDone;
+}
+
+// ---- The side that was dialled ----
+
+HandshakeAttempt::Event HandshakeAttempt::on_hello(const HandshakeSelf& self) {
+  const auto hello = socket_.decode(self.secret);
+  if (!hello || (hello->type != HandshakeType::kHello && hello->type != HandshakeType::kKnock)) {
+    fail("no hello");
+    return Event::kNone;
+  }
+  socket_.add_to_transcript();
+  facts_.hello = *hello;
+  return Event::kHello;
+}
+
+void HandshakeAttempt::reply(const HandshakeSelf& self) {
+  facts_.peer = static_cast<int>(facts_.hello.from);
+  facts_.stream = facts_.hello.stream;
+  facts_.number = facts_.hello.number;
+  deadline_ = Deadline::after_ms(kPeerMs);
+  HandshakeFields fields = self.fields(HandshakeType::kReply, facts_.peer);
+  fields.padding = padding_for(socket_.fd());
+  if (send(self, fields)) stage_ = Stage::kAwaitConfirm;
+}
+
+void HandshakeAttempt::refuse(const HandshakeSelf& self, Refusal verdict) {
+  HandshakeFields fields = self.fields(HandshakeType::kRefusal, static_cast<int>(facts_.hello.from));
+  fields.refusal = verdict;
+  if (send(self, fields)) close();
+}
+
+HandshakeAttempt::Event HandshakeAttempt::on_confirm(const HandshakeSelf& self) {
+  const auto confirm = socket_.decode(self.secret);
+  if (!confirm || confirm->type != HandshakeType::kConfirm) {
+    fail("a handshake was replayed");
+  } else if (confirm->streams < 1 || confirm->streams > kMostStreams) {
+    fail("it announced " + std::to_string(confirm->streams) + " connections", false, true);
+  } else {
+    facts_.streams = confirm->streams;
+    return await_padding(self, confirm->padding);
+  }
+  return Event::kNone;
+}
+
+// ---- Several ----
+
+void poll_for(const HandshakeAttempts& attempts, std::vector<pollfd>& polled) {
+  for (const HandshakeAttempt& it : attempts)
+    polled.push_back(
+        {it.fd(), static_cast<short>(it.stage() == HandshakeAttempt::Stage::kConnecting ? POLLOUT : POLLIN), 0});
+}
+
+bool lack_padding(const HandshakeAttempts& attempts, int peer) {
+  return std::any_of(attempts.begin(), attempts.end(),
+                     [&](const HandshakeAttempt& it) { return it.facts().peer == peer && it.lacks_padding(); });
+}
+
+}  // namespace ringdp

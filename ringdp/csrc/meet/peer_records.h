@@ -1,0 +1,101 @@
+// PeerRecords: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
+// its addresses. Publishes this rank's, and reads the others'. Nothing blocks but the store. Owned by a RendezvousRun
+// and used by its thread.
+//
+// This rank's host and process: a name for messages, identities that ranks compare, and whether a process of this host
+// still exists. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "link/connection.h"
+#include "meet/rendezvous.h"
+#include "meet/store.h"
+#include "transport/transport.h"
+
+namespace ringdp {
+
+std::string host_name();
+
+// Equal exactly when two ranks can reach each other over loopback: boot id and network namespace.
+std::string network_identity();
+
+// Equal when two ranks count as one host: `network_identity`, and `host_id` where it is set.
+std::string host_identity(const std::string& host_id);
+
+// A process, for other ranks of its host. Its number is valid in its process namespace only and may be reused, so the
+// time of its start is part of it.
+struct ProcessId {
+  int64_t pid = -1;
+  int64_t started = -1;  // clock ticks since the host's start, proc(5)
+  std::string space;     // boot id and process namespace
+
+  static ProcessId own();
+  bool operator==(const ProcessId&) const = default;
+};
+
+// True only when it is certain: same process namespace, and the process does not exist any more (or is a zombie).
+// False for a stopped or a busy process.
+bool certainly_gone(const ProcessId& process);
+
+// A rank's record: host, process, networks and settings.
+Record own_record(const RendezvousOptions& options);
+
+struct PeerRecord {
+  PeerInfo info;
+  ProcessId process;
+  std::string network;
+  std::string identity;
+  std::string site;
+  std::vector<std::string> ips;
+  std::string hello;
+  const Transport* transport = nullptr;  // what it names in RINGDP_TRANSPORT; null: auto
+  bool present = false;                  // all above was read
+  std::vector<std::string> addresses;    // where it listens
+  bool placed = false;                   // they were read
+};
+
+TransportChoice transport_between(const PeerRecord& a, const PeerRecord& b);
+
+class PeerRecords {
+ public:
+  PeerRecords(Store& store, const RendezvousOptions& options);
+
+  // The record of another living process with this rank, if there is one.
+  std::optional<Record> rival() const;
+  void publish();
+  void publish_addresses(const std::vector<std::string>& addresses);
+
+  struct Answers {
+    bool any = false;
+    std::vector<int> placed;  // ranks whose addresses were read
+  };
+  // Reads some of the missing records; with `addresses` also these. `quiet`: the time since the last answer.
+  Answers ask(bool addresses, Clock::duration quiet);
+  void ask_for(int rank);  // its identity, unless that is known
+
+  const PeerRecord& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
+  const PeerRecord& self() const { return (*this)[rank_]; }
+  const std::vector<PeerRecord>& all() const { return ranks_; }
+  bool all_present() const;
+  bool all_placed() const;
+
+ private:
+  using Key = std::pair<bool, int>;  // addresses or identity; rank
+
+  void take(Key key_of, const std::string& text, Answers& answers);
+  void take_identity(int rank, const Record& record);
+
+  Store& store_;
+  const int rank_;
+  const Record own_record_;
+  std::vector<PeerRecord> ranks_;
+  std::size_t next_key_ = 0;
+};
+
+}  // namespace ringdp

@@ -1,0 +1,126 @@
+// The rendezvous: each rank publishes its identity and addresses in the store, connects to all others (in large jobs
+// to some: meet/rendezvous.h), and authenticates with the job's secret. Blocking, with a deadline; runs once per
+// Runtime, on the thread that creates it.
+//
+// Which pairs of ranks are connected from the start. In a small job all are. In a large one a rank starts with
+// connections to a few others, over which a failure reaches every rank in some log2(n) steps, and connects to the rest
+// when it needs them. Pure functions, any thread.
+//
+// PendingMesh: the connections after the rendezvous, before the ranks choose a backend. Each rank has a short text
+// (`hello`) that all others get. Owned by Python (job/process_group.py); made, read and destroyed by one thread.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "link/link.h"
+#include "meet/established.h"
+#include "meet/handshake.h"
+#include "meet/store.h"
+#include "transport/tcp.h"
+#include "transport/transport.h"
+
+namespace ringdp {
+
+inline constexpr int kFullMeshRanks = 16;  // up to so many ranks, all pairs are connected
+
+// The members of a group of `size` at distance 1, 2, 4, … on either side of `place`, modulo `size`; ascending.
+std::vector<int> overlay_neighbours(int place, int size);
+
+// Symmetric in `a` and `b`. In jobs of more than `full_mesh_ranks` ranks: overlay neighbours, and those of ReadyTree.
+bool connected_from_start(int a, int b, int world, int full_mesh_ranks);
+
+struct RendezvousOptions {
+  int rank = 0;
+  int world = 1;
+  uint32_t epoch = 0;             // restart count of the launcher
+  std::vector<std::byte> secret;  // empty: rank 0 makes one and publishes it
+  std::string host_name;          // empty: the system's
+  std::string host_id;            // tells hosts apart that share a kernel
+  std::string site;               // the site of this host, for hosts far apart; all ranks have one, or none has
+  std::string interface;          // which interfaces to publish, see select_interfaces; empty: all
+  std::string advertise;          // an address or name to publish before them; may have a port
+  uint16_t port_low = 0;          // 0..0: any port
+  uint16_t port_high = 0;
+  bool several_hosts = false;            // known beforehand: listen on more than loopback at once
+  std::string hello;                     // a line for all others, see MeshPeer
+  std::string tables;                    // "name=value" items that must be the same on all ranks: the algorithm tables
+  std::string tables_source;             // where they are from, for messages
+  const Transport* transport = nullptr;  // null: auto, the best one that works
+  bool checksums = false;                // of the frames over transports that have them; the same on all ranks
+  int streams = kAutomaticStreams;       // connections of a pair over TCP, the same on all ranks; see ExtraStreams
+  std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
+  int full_mesh_ranks =
+      kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
+  bool heals = true;               // replaces broken connections: this rank keeps listening
+  std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
+  int64_t timeout_ms = 60'000;
+  // How long to wait for ranks that have not published yet; `timeout_ms` then starts when all have. 0: `timeout_ms` is
+  // for both.
+  int64_t absent_ms = 0;
+  int64_t first_notice_ms = 10'000;       // when the log first names the missing ranks; then at doubling intervals
+  std::function<void()> check_interrupt;  // called at intervals during the rendezvous; may throw
+  std::optional<JobId> job;               // the same on all ranks; nullopt: rank 0 makes one and publishes it
+  // whose addresses the others have already; empty: opens and publishes them
+  std::function<std::vector<TcpListener>()> listeners = {};
+};
+
+struct MeshPeer {
+  PeerInfo info;
+  std::string host_identity;
+  std::string site;  // empty: no rank names one
+  std::string hello;
+  std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
+  const Transport* transport = nullptr;  // the present or future one; null for this rank itself
+  bool checksums = false;                // both ends send them behind the headers of their frames
+};
+
+class ConnectionThread;
+
+struct Mesh {
+  Mesh();
+  ~Mesh();
+  Mesh(Mesh&&) noexcept;
+  Mesh& operator=(Mesh&&) noexcept;
+
+  std::vector<MeshPeer> peers;  // one per rank
+  // Makes missing connections, and replaces broken ones; null if neither can happen.
+  std::unique_ptr<ConnectionThread> late;
+  // The longest round trip between two ranks that connected at the start, rounded down to a power of two; the same on
+  // all ranks.
+  int64_t round_trip_us = 0;
+};
+
+// A failure of one rank is published in the store, so that all ranks raise the same error: Error(kHandshake) for ranks
+// that differ or cannot reach each other (with every address tried), Error(kPeerLost) for one that died,
+// Error(kTimeout) naming those that are missing, Error(kSystem).
+Mesh meet(Store& store, const RendezvousOptions& options);
+
+class PendingMesh {
+ public:
+  PendingMesh(Store& store, const RendezvousOptions& options);
+  ~PendingMesh() { close(); }
+  PendingMesh(const PendingMesh&) = delete;
+  PendingMesh& operator=(const PendingMesh&) = delete;
+
+  int rank() const { return rank_; }
+  int world() const { return static_cast<int>(hellos_.size()); }
+  const std::vector<std::string>& hellos() const { return hellos_; }  // one per rank
+
+  bool taken() const { return taken_; }
+  Mesh take();  // the connections, once; Error(kState) the second time
+  // Sends a goodbye with the reason, so that the other ranks do not report a death; idempotent.
+  void close(const std::string& reason = "");
+
+ private:
+  int rank_;
+  Mesh mesh_;  // empty once it was taken
+  std::vector<std::string> hellos_;
+  bool taken_ = false;
+};
+
+}  // namespace ringdp
