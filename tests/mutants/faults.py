@@ -404,15 +404,14 @@ MEMBERS = [
         "membership/agreement.cpp",
         "if (all_done) ++decision.committed;",
         ";",
-        ELASTIC,
-        "tests/fault/test_elastic_joint.py",
+        "tests/cpp/test_cpp.py::test_passes[asan-test_elastic]",
     ),
     core(
         "free calls are not made again",
         "membership/agreement.cpp",
         "state.unfinished || state.called != states.front().called",
         "false",
-        "tests/fault/test_elastic_collectives.py",
+        "tests/cpp/test_cpp.py::test_passes[asan-test_elastic]",
     ),
     core(
         "the bucket's input is not kept for the step that is made again",
