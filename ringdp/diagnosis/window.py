@@ -15,7 +15,7 @@ FIELDS = (
     *("between", "forward", "backward", "after", "other_wait", "exposed"),
     *("coding", "on_its_way", "off_core", "probe"),
 )
-"""The columns of a step's row, in seconds; csrc/torch/reducer/step_phases.h explains each."""
+"""The columns of a step's row, in seconds; csrc/torch/reducer/step_report.h explains each."""
 
 REPORT_FORM = 4
 """The format of the ranks' messages; another number whenever a field is added."""

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <random>
 
-#include "engine/callback_gate.h"
+#include "engine/completion.h"
 #include "job.h"
 
 namespace ringdp::testing {

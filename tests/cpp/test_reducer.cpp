@@ -5,12 +5,11 @@
 #include <vector>
 
 #include "testing.h"
-#include "torch/reducer/arrival_tracker.h"
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/forwards.h"
+#include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/messages.h"
-#include "torch/reducer/micro_batches.h"
 
 namespace ringdp {
 namespace {

@@ -241,7 +241,7 @@ CORE = [
 REDUCER = [
     core(
         "a bucket goes before an earlier one is full",
-        "torch/reducer/arrival_tracker.cpp",
+        "torch/reducer/bucket_plan.cpp",
         "if (next_bucket_ >= sending_ || pending_[next_bucket_] > 0) return std::nullopt;",
         "if (next_bucket_ >= sending_) return std::nullopt;",
         "tests/train/test_parallel_training.py",
@@ -249,7 +249,7 @@ REDUCER = [
     ),
     core(
         "a gradient that arrives twice is taken",
-        "torch/reducer/arrival_tracker.cpp",
+        "torch/reducer/bucket_plan.cpp",
         "if (state.ready) return Arrival::kTwice;",
         ";",
         "tests/train/test_parallel_robustness.py",

@@ -5,7 +5,7 @@
 // queues the copies of the input; then used by the thread that drives the engine. `landed` and `queue` are for any
 // thread once the operation is over. It does not own memory: the operation's buffers (Submission::keep_alive) own
 // mirrors and tensors, and the engine keeps both and this until all copies have ended, also where the operation fails
-// (engine/pending_copies.h).
+// (engine/staged_copies.h).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,8 @@
 // Connections: the engine's interface for the thread that makes connections (meet/connection_thread.h). Owned by the
 // Engine. Any thread; each call runs while no other thread drives the engine.
+//
+// A rank's orderly exit: sends goodbyes and all queued frames, and waits until the peers have read them. By the thread
+// that drives the engine.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +18,17 @@
 #include "engine/peer_links.h"
 
 namespace ringdp {
+
+// `reason`: for the goodbye.
+void say_goodbye(PeerLinks& links, const std::string& reason);
+
+// Waits until every peer has read the goodbye and all bytes before it, or has ended. It does not wait long for a peer
+// whose connection is intact and whose host has acknowledged all bytes, since it may be stopped. `heal_ms`: how long
+// replacing a connection may take.
+bool parted(const PeerLinks& links, Clock::time_point since, int64_t heal_ms);
+
+// Returns at the deadline at the latest.
+void end_connections(PeerLinks& links, Deadline deadline);
 
 class Connections {
  public:

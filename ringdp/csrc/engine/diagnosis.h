@@ -2,6 +2,10 @@
 // own, since files may be slow and Python may be stuck. Another thread collects stacks, which may take a second. Owned
 // by the Engine, which calls `start`, `stop` and `join`; the rest from any thread, and returns at once. No call throws
 // or fails an operation: a folder that cannot be written gets one log line.
+//
+// JobThread: runs jobs one after the other on a thread of its own, which starts with the first. Owned by a Diagnosis,
+// which calls `stop` and `join`; `run` from any thread. A job is dropped if no thread can be started, or too many are
+// queued: a diagnosis must not fail an operation.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +14,28 @@
 #include <string>
 #include <thread>
 
-#include "engine/job_thread.h"
 #include "engine/notices.h"
 #include "engine/operation_record.h"
 #include "link/connection.h"
 
 namespace ringdp {
+
+class JobThread {
+ public:
+  explicit JobThread(const char* name);
+
+  void run(std::function<void()> job);
+  void stop();  // queued jobs still run
+  void join();
+
+ private:
+  struct State;
+  static void work(const std::shared_ptr<State>& state);
+
+  const char* const name_;
+  std::shared_ptr<State> state_;  // also held by the thread
+  std::unique_ptr<std::thread> thread_;
+};
 
 inline constexpr int kMostDumps = 8;  // kept dumps of one rank; then the oldest is deleted
 

@@ -5,8 +5,8 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
-#include "engine/callback_gate.h"
-#include "engine/goodbye.h"
+#include "engine/completion.h"
+#include "engine/connections.h"
 
 namespace ringdp {
 namespace {

@@ -1,10 +1,91 @@
 #include "engine/group.h"
 
+#include <algorithm>
+#include <map>
 #include <utility>
 
+#include "base/bytes.h"
+#include "base/error.h"
 #include "base/naming.h"
 
 namespace ringdp {
+
+namespace {
+
+GroupView view_of(int world_rank, const Runtime& runtime, std::vector<int> members) {
+  const std::vector<int>& hosts = runtime.hosts();
+  int world = static_cast<int>(hosts.size());
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    if (members[i] < 0 || members[i] >= world)
+      throw Error(ErrorKind::kValue, "group member " + std::to_string(members[i]) + " is out of range: the job has " +
+                                         std::to_string(world) + " ranks");
+    if (std::find(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(i), members[i]) !=
+        members.begin() + static_cast<std::ptrdiff_t>(i))
+      throw Error(ErrorKind::kValue, "rank " + std::to_string(members[i]) + " is listed twice in a group");
+  }
+  auto found = std::find(members.begin(), members.end(), world_rank);
+  if (found == members.end())
+    throw Error(ErrorKind::kValue, "rank " + std::to_string(world_rank) + " is not a member of its own group");
+  GroupView view;
+  view.rank = static_cast<int>(found - members.begin());
+  view.size = static_cast<int>(members.size());
+  std::map<int, int> seen;
+  for (int member : members)
+    view.hosts.push_back(
+        seen.emplace(hosts[static_cast<std::size_t>(member)], static_cast<int>(seen.size())).first->second);
+  view.members = std::move(members);
+  view.far = runtime.far() && seen.size() > 1;
+  return view;
+}
+
+// The same on all members: the group's number on the wire is made of it.
+uint64_t key_of(const std::string& name, const std::vector<int>& members) {
+  uint64_t key = hash_text(name);
+  for (int member : members) key = hash_mix(key, static_cast<uint64_t>(member));
+  return key;
+}
+
+}  // namespace
+
+OpenGroup::OpenGroup(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
+                     int64_t timeout_ms, const std::shared_ptr<ElasticGroup>& elastic)
+    : runtime_(std::move(runtime)),
+      engine_(runtime_->share_engine()),
+      view_(view_of(engine_->rank(), *runtime_, members)),
+      id_(engine_->add_group(key_of(name, members), view_, name, elastic != nullptr)),
+      elastic_(elastic),
+      timeout_ms_(timeout_ms) {}
+
+std::map<int, std::string> OpenGroup::transports() const {
+  std::map<int, std::string> result;
+  for (int place = 0; place < view_.size; ++place) {
+    const auto found = runtime_->transports().find(view_.members[static_cast<std::size_t>(place)]);
+    if (found != runtime_->transports().end()) result[place] = found->second;
+  }
+  return result;
+}
+
+void OpenGroup::close(const std::string& how) {
+  if (open_.exchange(false)) engine_->remove_group(id_, how);
+}
+
+std::shared_ptr<Work> OpenGroup::submit(std::unique_ptr<Operation> operation, CallOptions options) {
+  operation->mutable_identity().bulk = current_is_bulk();
+  Engine::Submission submission;
+  if (options.before || options.after) operation->wrap(std::move(options.before), std::move(options.after));
+  if (options.staging) operation->stage(std::move(options.staging));
+  submission.operation = std::move(operation);
+  submission.timeout_ms = options.timeout_ms > 0 ? options.timeout_ms : timeout_ms_.load();
+  submission.caller_waits = options.caller_waits;
+  submission.on_done = std::move(options.on_done);
+  submission.keep_alive = std::move(options.keep_alive);
+  submission.call_site = options.call_site;
+  return engine_->submit(id_, std::move(submission));
+}
+
+void OpenGroup::wait(Work& work, int64_t timeout_ms) {
+  engine_->wait(work, timeout_ms > 0 ? Deadline::after_ms(timeout_ms) : Deadline::never());
+}
 
 GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
                          int64_t timeout_ms, const AlgorithmTables& tables,

@@ -1,8 +1,14 @@
 // PeerLinks: the links to all peers, and their rate limit. It moves bytes on each; an error that a link throws ends
 // that link and is reported once. Owned by the Engine. Used by the thread that drives; any thread may read the peers'
 // identities and the byte counters.
+//
+// ChannelWatch: polls the channels to the peers for bytes, bells, and room in full ones. Its tokens are the peers'
+// places in the world. Owned by PeerLinks, used by it on the thread that drives the engine.
+//
+// PeerTable: the identities of the ranks of the world. Owned by PeerLinks, made once and never changed; any thread.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -12,16 +18,46 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "engine/channel_watch.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
-#include "engine/peer_table.h"
 #include "link/link.h"
 #include "meet/rendezvous.h"
+#include "transport/channel.h"
 #include "transport/poller.h"
 #include "transport/rate_limit.h"
 
 namespace ringdp {
+
+class PeerTable {
+ public:
+  PeerTable(int rank, const std::vector<MeshPeer>& peers) : rank_(rank) {
+    for (const MeshPeer& peer : peers) infos_.push_back(peer.info);
+  }
+
+  int rank() const { return rank_; }  // of this process
+  int world() const { return static_cast<int>(infos_.size()); }
+  const PeerInfo& info(int rank) const { return infos_[static_cast<std::size_t>(rank)]; }
+  const PeerInfo& self() const { return info(rank_); }
+
+ private:
+  const int rank_;
+  std::vector<PeerInfo> infos_;  // by place in the world
+};
+
+class ChannelWatch {
+ public:
+  ChannelWatch(Poller& poller, std::size_t peers) : poller_(poller), writing_(peers, 0) {}
+
+  void add(const Channel& channel, int peer);
+  void remove(const Channel& channel);
+  // `links` by place in the world: from now on polls exactly the full ones for room to write.
+  void follow(std::span<const std::unique_ptr<Link>> links);
+  const std::vector<Poller::Event>& look() { return poller_.wait(0); }  // without sleeping
+
+ private:
+  Poller& poller_;
+  std::vector<char> writing_;  // by peer: watched for room to write
+};
 
 class PeerLinks {
  public:

@@ -13,7 +13,6 @@
 
 #include "engine/driver_role.h"
 #include "engine/group_state.h"
-#include "engine/work.h"
 
 namespace ringdp {
 

@@ -15,12 +15,12 @@
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
+#include "engine/group_state.h"
 #include "engine/group_table.h"
 #include "engine/message_matching.h"
 #include "engine/peer_links.h"
 #include "engine/staged_copies.h"
 #include "engine/stall_monitor.h"
-#include "engine/work.h"
 #include "transport/poller.h"
 
 namespace ringdp {

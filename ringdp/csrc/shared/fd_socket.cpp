@@ -9,8 +9,8 @@
 #include <cstring>
 
 #include "base/bytes.h"
-#include "base/descriptor_passing.h"
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/sha256.h"
 #include "base/text.h"
 

@@ -12,7 +12,7 @@
 #include <new>
 #include <utility>
 
-#include "base/descriptor_passing.h"
+#include "base/fd.h"
 #include "transport/slot_writer.h"
 #include "transport/transport.h"
 

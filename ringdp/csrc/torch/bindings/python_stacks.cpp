@@ -13,7 +13,6 @@
 #include <string>
 #include <thread>
 
-#include "base/native_stack.h"
 #include "base/process_stacks.h"
 #include "base/thread.h"
 #include "torch/backend/call_site.h"

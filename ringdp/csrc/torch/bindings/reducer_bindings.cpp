@@ -16,7 +16,7 @@
 #include "torch/bindings/without_python_lock.h"
 #include "torch/reducer/messages.h"
 #include "torch/reducer/reducer.h"
-#include "torch/reducer/reducer_errors.h"
+#include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 namespace {

@@ -1,11 +1,11 @@
-// ringdp._C.CodecReduction, PythonReduction: see torch/reducer/reduction.h.
+// ringdp._C.CodecReduction, PythonReduction: see torch/reducer/reduction_assignment.h.
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include <memory>
 #include <utility>
 
 #include "torch/bindings/bindings.h"
-#include "torch/reducer/reduction.h"
+#include "torch/reducer/reduction_assignment.h"
 
 namespace ringdp {
 namespace {

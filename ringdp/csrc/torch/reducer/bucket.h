@@ -21,7 +21,7 @@
 #include "collective/finite.h"
 #include "cuda/kernels.h"
 #include "torch/reducer/bucket_plan.h"
-#include "torch/reducer/reduction.h"
+#include "torch/reducer/reduction_assignment.h"
 
 namespace ringdp {
 

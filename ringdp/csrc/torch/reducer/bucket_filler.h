@@ -7,11 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "torch/reducer/arrival_tracker.h"
 #include "torch/reducer/backward_state.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/reducer_stats.h"
-#include "torch/reducer/step_failure.h"
 #include "torch/reducer/step_report.h"
 #include "torch/reducer/used_map.h"
 

@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/naming.h"
 #include "collective/compressed_plan.h"
-#include "engine/callback_gate.h"
+#include "engine/completion.h"
 #include "kernels/kernels.h"
 #include "torch/backend/process_group.h"
 

@@ -1,6 +1,10 @@
 // GradientCompression: the residuals of codes, and adding them to the next gradients. On the owner of a mean, a
 // residual is what the mean lacks; on other ranks what the rank's gradient lacks (docs/reference/wire_format.md).
 // Residuals of a backward count only if all of its gradients were finite. Owned by the Reducer, used under its lock.
+//
+// The loss scale of a backward: ringdp.amp notes it, the reducers that average the gradients read it. Stored by
+// autograd's number of that backward, so losses with different scales do not mix; for the last few backwards only. Any
+// thread that runs a part of the backward; no GIL needed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +19,18 @@
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
-#include "torch/reducer/reduction.h"
 #include "torch/reducer/reduction_assignment.h"
 #include "torch/reducer/residuals.h"
 #include "torch/reducer/trainable_parameters.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
+
+// Called inside a backward, by the hook of the scaled loss. Does nothing outside of a backward.
+void note_loss_scale(float scale);
+
+// The scale of the backward in which this is called; 1 if its loss was not scaled.
+float loss_scale_of_backward();
 
 class GradientCompression {
  public:

@@ -7,7 +7,7 @@
 #include <atomic>
 #include <utility>
 
-#include "torch/reducer/reducer_errors.h"
+#include "torch/reducer/reducer_group.h"
 
 namespace ringdp {
 namespace {

@@ -9,6 +9,10 @@
 //
 // Owned by RingDP (Python). Called by the forward's thread and by the threads that run backward, under one recursive
 // lock, taken by Reducer and by StepFailure; calls that can block run without the GIL.
+//
+// StepUnit: the reducer's step in an elastic job, for the BackwardUnit that decides whether it counts: the step counts
+// when all members have its means; if a member is lost before that, the survivors repeat the reduction from their
+// gradients (StepRepair). Owned by the Reducer, whose lock its methods take; called without the GIL.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +24,39 @@
 #include <utility>
 #include <vector>
 
-#include "torch/reducer/arrival_tracker.h"
+#include "torch/backend/backward_unit.h"
 #include "torch/reducer/backward_end.h"
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/between_steps.h"
 #include "torch/reducer/bucket_filler.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/gradient_hooks.h"
 #include "torch/reducer/gradient_layout.h"
-#include "torch/reducer/join_shadow.h"
 #include "torch/reducer/reducer_stats.h"
-#include "torch/reducer/step_failure.h"
-#include "torch/reducer/step_guard.h"
 #include "torch/reducer/step_report.h"
-#include "torch/reducer/step_unit.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
+
+class Reducer;
+
+class StepUnit final : public BackwardUnit::Step {
+ public:
+  explicit StepUnit(Reducer& reducer) : reducer_(reducer) {}
+
+  int64_t number() override;
+  const char* also_lost() override;
+  bool must_send_again() override;
+  void send_again() override;
+  std::vector<double> weights() override;
+  void wait() override;
+  void counts() override;
+  [[noreturn]] void stopped() override;
+
+ private:
+  Reducer& reducer_;
+  std::optional<std::vector<int32_t>> order_;  // BackwardEnd::ask_for_order
+};
 
 class Reducer final : public GradientListener, public std::enable_shared_from_this<Reducer> {
  public:

@@ -9,7 +9,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "codec/plugin.h"
-#include "engine/callback_gate.h"
+#include "engine/completion.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/watchdog.h"

@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "torch/reducer/arrival_tracker.h"
+#include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/reducer_group.h"
 #include "torch/reducer/trainable_parameters.h"
 
