@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "transport/pieces.h"
+#include "transport/rate_limit.h"
 
 namespace ringdp {
 IoResult FaultyChannel::send(std::span<const iovec> pieces) {

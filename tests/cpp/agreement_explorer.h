@@ -14,8 +14,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "membership/agreement.h"
 #include "membership/member_turn.h"
-#include "membership/unit_progress.h"
 
 namespace ringdp::testing {
 

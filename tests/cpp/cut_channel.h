@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "transport/channel.h"
-#include "transport/pieces.h"
+#include "transport/rate_limit.h"
 
 namespace ringdp::testing {
 

@@ -14,7 +14,7 @@
 #include "engine/elastic_group.h"
 #include "job.h"
 #include "transport/channel.h"
-#include "transport/pieces.h"
+#include "transport/rate_limit.h"
 
 namespace ringdp::testing {
 namespace {

@@ -13,10 +13,8 @@
 
 #include "base/deadline.h"
 #include "testing.h"
-#include "transport/crowded_line.h"
 #include "transport/poller.h"
-#include "transport/reorder_buffer.h"
-#include "transport/stripe.h"
+#include "transport/stripe_lane.h"
 #include "transport/striped.h"
 
 namespace ringdp::testing {

@@ -1,8 +1,7 @@
 // Two levels: that both ends of every stream expect the same pieces, and what happens when ranks believe in different
 // hosts.
 
-#include "collective/two_level_plan.h"
-#include "collective/two_level_scatter.h"
+#include "collective/two_level.h"
 #include "job.h"
 
 using namespace ringdp;

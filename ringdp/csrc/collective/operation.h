@@ -1,9 +1,14 @@
 // Operation: one collective in flight, as flows to and from the other members of its group. An algorithm derives from
 // it, adds its flows in `prepare`, and advances in FlowHandler's callbacks; it does not know the transport and never
 // blocks. Made by any thread, then owned by the Runtime and used only by the thread that drives the engine.
+//
+// InputFactors: the factors, one for each rank and known to all, by which the ranks' inputs of an all-reduce are
+// multiplied before they are added. A ring multiplies both operands of its sums, which saves a pass over the memory;
+// other algorithms multiply their own input when they start. Owned by the operation, used by the driving thread.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -12,13 +17,36 @@
 #include <utility>
 #include <vector>
 
+#include "base/types.h"
 #include "collective/finite.h"
-#include "collective/input_factors.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
+#include "kernels/kernels.h"
 #include "link/link.h"
 
 namespace ringdp {
+
+class InputFactors {
+ public:
+  InputFactors() = default;
+  // `of_members`: by group rank; empty: no multiplication. The factors are rounded to the tensor's type, float32 or
+  // float64. Throws Error(kValue) for other types, and if their number is not `size`.
+  InputFactors(DType dtype, std::vector<double> of_members, int rank, int size);
+
+  bool on() const { return !of_members_.empty(); }
+  double of(int member) const { return of_members_[static_cast<std::size_t>(member)]; }
+  void multiply_own(std::span<std::byte> input) const;
+  // The mean of two operands, of which each is a member's input times its factor, or (`member` -1) a sum already.
+  void combine(void* to, const void* a, int member_a, const void* b, int member_b, std::size_t divisor,
+               std::size_t count) const;
+
+ private:
+  std::vector<double> of_members_;
+  int rank_ = 0;
+  std::size_t element_bytes_ = 1;
+  Multiply multiply_ = nullptr;
+  Weigh weigh_ = nullptr;
+};
 
 // segments are multiples of it, so that no element is cut and loads are aligned
 inline constexpr std::size_t kGranuleBytes = 64;

@@ -20,7 +20,6 @@
 
 #include "engine/group.h"
 #include "membership/agreement.h"
-#include "membership/unit_progress.h"
 
 namespace ringdp {
 

@@ -6,24 +6,44 @@
 //
 // EarlyFrames: frames that a peer has sent for operations that have not started here, with at most the eager window of
 // payload, and its requests for grants. Owned by a LinkReceiver; used by the thread that drives the engine.
+//
+// LinkEvents: a Link's calls to its owner, on the thread that drives the engine.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "link/connection.h"
 #include "link/flow.h"
 #include "link/frame.h"
-#include "link/link_events.h"
 #include "link/link_sender.h"
 
 namespace ringdp {
+
+// Whether this rank has started an operation, and its description; null if the operation ended long ago.
+struct StartedOperation {
+  bool started = false;
+  const FlowIdentity* identity = nullptr;
+};
+
+struct LinkEvents {
+  std::function<void(int peer, uint64_t group, const AbortNotice&)> aborted;
+  std::function<void(Disagreement)> mismatched;                       // the payload is dropped, the group must fail
+  std::function<void(int peer, const std::string& reason)> departed;  // the peer said goodbye
+  std::function<void(int peer, uint64_t group, uint64_t sequence, bool with_stacks)> asked;
+  std::function<void(int peer, uint64_t group, uint64_t sequence, PeerState)> answered;
+  std::function<void(int peer, uint64_t group, uint64_t sequence, std::string stacks)> on_stacks = {};
+  std::function<StartedOperation(uint64_t group, uint64_t sequence)> started;
+  std::function<void(int peer)> wanted = {};  // the link needs a connection
+};
 
 inline constexpr std::size_t kMaxEarlyOperations = 65536;  // how many operations a peer may be ahead
 

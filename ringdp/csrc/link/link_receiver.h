@@ -15,7 +15,6 @@
 #include "link/flow.h"
 #include "link/frame.h"
 #include "link/incoming_flows.h"
-#include "link/link_events.h"
 #include "link/link_sender.h"
 
 namespace ringdp {

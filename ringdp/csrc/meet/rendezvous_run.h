@@ -15,7 +15,6 @@
 #include "meet/peer_records.h"
 #include "meet/rendezvous.h"
 #include "meet/rendezvous_failure.h"
-#include "meet/rendezvous_wait.h"
 #include "meet/transport_setup.h"
 
 namespace ringdp {

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "transport/pieces.h"
-
 namespace ringdp {
 
 RateLimiter::RateLimiter(int64_t bytes_per_s)

@@ -1,16 +1,34 @@
 // A sending rate limit in software: RateLimiter counts for all channels of a process, LimitedChannel asks it before
 // each send. Receiving is not limited: the peers limit their sends. Used by the thread that drives the engine, which
 // sleeps until `next` where a channel is held back.
+//
+// The first bytes of a list of pieces, for channels that send less than they are offered. Any thread.
 #pragma once
 
+#include <sys/uio.h>
+
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <memory>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "base/deadline.h"
 #include "transport/channel.h"
 
 namespace ringdp {
+
+inline std::vector<iovec> first_bytes(std::span<const iovec> pieces, std::size_t bytes) {
+  std::vector<iovec> out;
+  for (iovec piece : pieces) {
+    piece.iov_len = std::min(piece.iov_len, bytes);
+    bytes -= piece.iov_len;
+    if (piece.iov_len > 0) out.push_back(piece);
+  }
+  return out;
+}
 
 // A token bucket, stored as the time at which the line has carried all bytes so far. An idle line gains at most
 // kBurst. A refused sender that retries late may catch up, by at most kLateness; otherwise every late wake-up would

@@ -2,19 +2,100 @@
 // the rest of one for which the socket has no room. StripeReceiver: reads stripes, into the caller's memory if they
 // are next in the stream, else into the channel's ReorderBuffer. Owned and used by the StripedChannel, which also owns
 // the socket's Channel.
+//
+// Stripe: a piece of a byte stream on one of several sockets (striped.h): a header of 16 bytes with its position in
+// the stream, then its bytes. A stripe of length 0 marks the end of the stream. Value types, any thread.
+//
+// ReorderBuffer: the parts of a byte stream that have arrived before the bytes in front of them. Invariant: stretches
+// do not overlap, and none ends beyond a limit from the next byte, so the memory is bounded. Used by one thread at a
+// time.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <optional>
+#include <span>
 #include <vector>
 
+#include "base/bytes.h"
 #include "transport/channel.h"
-#include "transport/reorder_buffer.h"
-#include "transport/stripe.h"
 
 namespace ringdp {
+
+// Walks over the memory of a list of pieces.
+class PieceCursor {
+ public:
+  explicit PieceCursor(std::span<const iovec> pieces);
+
+  std::size_t left() const { return left_; }
+  std::size_t done() const { return done_; }
+  // The next bytes, at most so many, as pieces, appended.
+  void list(std::size_t bytes, std::vector<iovec>& out) const;
+  void skip(std::size_t bytes);
+  void copy_in(std::span<const std::byte> bytes);  // they fit
+
+ private:
+  std::span<const iovec> pieces_;
+  std::size_t offset_ = 0;  // in the first one
+  std::size_t left_ = 0;
+  std::size_t done_ = 0;
+};
+
+class ReorderBuffer {
+ public:
+  explicit ReorderBuffer(std::size_t reach) : reach_(reach) {}
+
+  uint64_t next() const { return next_; }              // the place of the byte whose turn it is
+  void advance(std::size_t bytes) { next_ += bytes; }  // they were read without this buffer
+  bool reaches(uint64_t end) const { return end <= next_ + reach_; }
+  // False: a byte of it is here already, or was delivered.
+  bool keep(uint64_t offset, std::vector<std::byte> bytes);
+  void deliver(PieceCursor& to);  // copies the bytes that are next
+  bool ready() const { return !waiting_.empty() && waiting_.begin()->first <= next_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  const std::size_t reach_;
+  uint64_t next_ = 0;
+  std::size_t bytes_ = 0;
+  // by position; the beginning of the first may have been delivered
+  std::map<uint64_t, std::vector<std::byte>> waiting_;
+};
+
+struct Stripe {
+  static constexpr std::size_t kHeadBytes = 16;
+  static constexpr std::size_t kMostBytes = 64 * 1024;  // a longer one is not a stripe
+
+  uint64_t offset = 0;
+  uint32_t length = 0;
+
+  uint64_t end() const { return offset + length; }
+
+  void encode(std::byte* at) const {
+    put(at, offset);
+    put(at + 8, length);
+    put(at + kCheckAt, check_of({at, kCheckAt}));
+  }
+
+  // nullopt: these bytes are not the header of a stripe.
+  static std::optional<Stripe> decode(std::span<const std::byte, kHeadBytes> head) {
+    if (take<uint32_t>(head.data() + kCheckAt) != check_of(head.first(kCheckAt))) return std::nullopt;
+    const Stripe out{take<uint64_t>(head.data()), take<uint32_t>(head.data() + 8)};
+    return out.length <= kMostBytes && out.offset < kNoEnd ? std::optional(out) : std::nullopt;
+  }
+
+ private:
+  static constexpr std::size_t kCheckAt = 12;
+  static constexpr uint64_t kNoEnd = uint64_t{1} << 62;
+
+  // A check of the header, which the checksums of frames do not cover: a corrupted position would misplace bytes.
+  static uint32_t check_of(std::span<const std::byte> bytes) { return static_cast<uint32_t>(hash_bytes(bytes)); }
+};
 
 class StripeSender {
  public:

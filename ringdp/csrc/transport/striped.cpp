@@ -13,7 +13,6 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/fd.h"
-#include "transport/crowded_line.h"
 #include "transport/stripe_lane.h"
 #include "transport/tcp.h"
 #include "transport/tcp_limits.h"
