@@ -31,10 +31,8 @@ from ringdp.ddp.arguments import (
     shows_all_arguments,
 )
 from ringdp.ddp.batch_weight import BatchWeight
-from ringdp.ddp.divergence.attached import AttachedGuard
-from ringdp.ddp.divergence.mixin import GuardedModule
-from ringdp.ddp.divergence.options import Guard
-from ringdp.ddp.divergence.same_data import SameData
+from ringdp.ddp.divergence.guard import AttachedGuard, SameData
+from ringdp.ddp.divergence.options import Guard, GuardedModule
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.finalization import AutomaticFinalization

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import ringdp
-from ringdp.ddp.divergence import attached
+from ringdp.ddp.divergence import guard
 from tests.fault.elastic_jobs import Net, Told, one_step, telling
 from tests.fault.faults import Faults
 
@@ -22,7 +22,7 @@ def reports(folder: str, faults: Faults, more: int) -> dict[str, Any]:
     The guard is the one that there is by default, but for its period: the harness waits some seconds after a death.
     """
     os.environ["RINGDP_REPORT_EVERY"] = "2"
-    with mock.patch.object(attached, "EVERY", GUARDED_WITHIN), telling(folder) as (said, place):
+    with mock.patch.object(guard, "EVERY", GUARDED_WITHIN), telling(folder) as (said, place):
         model = ringdp.RingDP(Net(8))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         told: dict[str, Any] = {}
