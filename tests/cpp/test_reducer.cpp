@@ -8,8 +8,8 @@
 #include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/forwards.h"
-#include "torch/reducer/gradient_weights.h"
 #include "torch/reducer/messages.h"
+#include "torch/reducer/micro_batches.h"
 
 namespace ringdp {
 namespace {

@@ -22,6 +22,7 @@
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_failure.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {

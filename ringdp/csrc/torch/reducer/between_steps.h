@@ -19,6 +19,7 @@
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/gradient_layout.h"
 #include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/step_failure.h"
 #include "torch/reducer/used_map.h"
 
 namespace ringdp {
