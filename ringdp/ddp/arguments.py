@@ -252,6 +252,7 @@ TABLE: Mapping[str, Argument] = {
 
 OWN_ARGUMENTS = (*("compression", "scaler", "reduce_dtype", "weight", "gradient_pool", "guard", "reproducible"),)
 """Those that DDP does not have."""
+IN_COMPRESSION = ("rules", "warmup_steps", "allow", "unmatched_rules")
 
 
 def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +272,8 @@ def accepted(positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, A
     found = dict(zip(names, positional, strict=False))
     for name, value in named.items():
         if name not in TABLE:
+            if name in IN_COMPRESSION:
+                raise TypeError(f"RingDP has no argument {name!r}: compression=ringdp.Compression(…, {name}=…) has it")
             close = difflib.get_close_matches(name, [*OWN_ARGUMENTS, *names], n=1)
             raise TypeError(f"RingDP has no argument {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
         if name in found:

@@ -132,6 +132,7 @@ def test_wrong_values(name: str, value: Any) -> None:
         ([MODULE], {"bucket_cap": 3}, "no argument 'bucket_cap': did you mean 'bucket_cap_mb'?"),
         ([MODULE], {"find_unused": True}, "did you mean 'find_unused_parameters'?"),
         ([MODULE], {"compresion": "int8"}, "did you mean 'compression'?"),
+        ([MODULE], {"warmup_steps": 3}, "compression=ringdp.Compression(…, warmup_steps=…) has it"),
         ([MODULE], {"zzz": True}, "no argument 'zzz'"),
         ([MODULE, None], {"device_ids": [0]}, "'device_ids' twice"),
         ([MODULE] * (len(TABLE) + 1), {}, f"at most {len(TABLE)}"),
