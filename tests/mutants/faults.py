@@ -153,7 +153,7 @@ DEVICE = [
     ),
     on_device(
         "buckets that NCCL reduces are not announced",
-        "reducer/bucket_announcer.cpp",
+        "reducer/bucket_reducer.cpp",
         "if (watchdog == nullptr) return;",
         "return;",
         f"{PAIR}::test_other_buckets_are_an_error_on_both",
