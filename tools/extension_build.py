@@ -47,19 +47,17 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 
 CSRC = Path("ringdp/csrc")
 CORE_FOLDERS = (
-    *(
-        "base",
-        "transport",
-        "link",
-        "shared",
-        "meet",
-        "kernels",
-        "codec",
-        "device",
-        "collective",
-        "membership",
-        "engine",
-    ),
+    "base",
+    "transport",
+    "link",
+    "shared",
+    "meet",
+    "kernels",
+    "codec",
+    "device",
+    "collective",
+    "membership",
+    "engine",
 )
 # No -march: what is built here runs on other machines. No contraction: all ranks get the same bits whatever their CPU.
 COMPILE_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]

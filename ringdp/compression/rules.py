@@ -83,9 +83,14 @@ class Rules:
         return any(isinstance(condition, str | type) for condition, _ in self.pairs)
 
     @property
+    def compressors(self) -> tuple[Compressor | None, ...]:
+        """That of parameters without a rule, then the rules'; None is exact."""
+        return (self.compressor, *(compressor for _, compressor in self.pairs))
+
+    @property
     def compress(self) -> bool:
         """Whether some parameter may be compressed."""
-        return self.compressor is not None or any(compressor is not None for _, compressor in self.pairs)
+        return any(compressor is not None for compressor in self.compressors)
 
     def of(self, one: ModelParameter) -> Compressor | None:
         """The compressor of this parameter, or None for exact."""

@@ -45,7 +45,7 @@ def of_hook(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -
 
 def of_rules(rules: Rules) -> dict[str, str]:
     features = {"compression": ""} if rules.compress else {}
-    for compressor in (rules.compressor, *(compressor for _, compressor in rules.pairs)):
+    for compressor in rules.compressors:
         if isinstance(compressor, Auto):
             features["auto"] = ""
         elif compressor is not None:

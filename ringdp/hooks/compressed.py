@@ -315,7 +315,7 @@ def ddp_hook(
     chosen = Rules(compression)
     if chosen.asked.warmup_steps:
         refusals.refuse("warmup_steps", "ddp_hook")
-    if any(isinstance(one, Auto) for one in (chosen.compressor, *(one for _, one in chosen.pairs))):
+    if any(isinstance(one, Auto) for one in chosen.compressors):
         refusals.refuse("auto", "ddp_hook")
     of_hook = HookRules(chosen, model, process_group)
     hook = CompressedHook(

@@ -11,19 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    *(
-        "base",
-        "transport",
-        "link",
-        "shared",
-        "meet",
-        "kernels",
-        "codec",
-        "device",
-        "collective",
-        "membership",
-        "engine",
-    ),
+    "base",
+    "transport",
+    "link",
+    "shared",
+    "meet",
+    "kernels",
+    "codec",
+    "device",
+    "collective",
+    "membership",
+    "engine",
 )
 TORCH = ("torch/backend", "torch/device", "torch/reducer", "torch/bindings")
 

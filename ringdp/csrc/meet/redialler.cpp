@@ -69,8 +69,6 @@ std::string RedialTries::text(const std::vector<SocketAddress>& addresses) const
 
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kConnecting{1000};      // a lost SYN is not sent again before that
 constexpr milliseconds kAnswer{2000};          // how long the other side may take for its next message
 constexpr milliseconds kStreamAnswer{10'000};  // the same for a further connection of the pair

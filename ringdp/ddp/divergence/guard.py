@@ -386,7 +386,6 @@ def parts_of(window: int) -> int:
     return max(1, (EVERY - 1) // window - 1)
 
 
-_log = logging.getLogger("ringdp.divergence")
 _SAME = struct.Struct("<2Q")  # the hash, and of how many steps; steps whose gradients are zeros do not count
 _LEAST_STEPS = 5  # in a row
 

@@ -146,7 +146,7 @@ GradientWeights::Exchange GradientWeights::begin_exchange(Share own, const std::
 }
 
 GradientWeights::Known GradientWeights::finish(Exchange exchange) {
-  if (exchange.work) exchange.work->wait();
+  if (exchange.work) group_.wait(*exchange.work, exchange.shares.device());
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor shares = exchange.shares.cpu();
   const auto* all = shares.const_data_ptr<double>();

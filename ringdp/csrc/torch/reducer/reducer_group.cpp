@@ -155,7 +155,7 @@ std::vector<std::vector<uint8_t>> ReducerGroup::gather(const std::vector<uint8_t
   for (int rank = 0; rank < ranks_; ++rank) received[0].push_back(at::empty_like(sent[0]));
   {
     const NamedScope scope(name);
-    finish(*group_->allgather(received, sent), device);
+    wait(*group_->allgather(received, sent), device);
   }
   std::vector<std::vector<uint8_t>> result;
   for (const at::Tensor& bytes : received[0]) {
@@ -172,14 +172,14 @@ std::vector<int32_t> ReducerGroup::broadcast(const std::vector<int32_t>& mine, c
   std::vector<at::Tensor> tensors{at::tensor(mine, at::kInt).to(device)};
   {
     const NamedScope scope(name);
-    finish(*group_->broadcast(tensors), device);
+    wait(*group_->broadcast(tensors), device);
   }
   const at::Tensor here = tensors[0].cpu().contiguous();
   const int32_t* first = here.const_data_ptr<int32_t>();
   return {first, first + here.numel()};
 }
 
-void ReducerGroup::finish(c10d::Work& work, c10::Device device) const {
+void ReducerGroup::wait(c10d::Work& work, c10::Device device) const {
   if (const auto watchdog = watchdog_of(*group_, device.type())) watchdog->wait_for([&] { return work.getFuture(); });
   work.wait();
 }
@@ -191,7 +191,7 @@ std::string ReducerGroup::notify_others(const std::string& what, c10::Device dev
     std::vector<at::Tensor> tensors{at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device))};
     c10d::AllreduceOptions options;
     options.timeout = kNotifyTimeout;
-    finish(*group_->allreduce(tensors, options), device);
+    wait(*group_->allreduce(tensors, options), device);
     return " The other ranks' backwards stopped at the same place, and none of them waits.";
   } catch (...) {
     return " The other ranks were notified, but are in another operation:\n" + current_error_text();

@@ -68,6 +68,9 @@ class ReducerGroup {
   c10::Device control_device(const at::Tensor& parameter) const {
     return host_control_ ? c10::Device(c10::kCPU) : parameter.device();
   }
+  // Waits for an operation of the group on this device; where another backend does it, for a failure of the ring beside
+  // it as well, and throws that first.
+  void wait(c10d::Work& work, c10::Device device) const;
   // Gathers the bytes of all ranks, by rank; `mine` has the same length on all ranks. `name` is the operation's.
   std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& mine, c10::Device device,
                                            const std::string& name);
@@ -78,9 +81,6 @@ class ReducerGroup {
   std::string notify_others(const std::string& what, c10::Device device);
 
  private:
-  // Waits for the operation; where another backend does it, for a failure of the ring beside it as well.
-  void finish(c10d::Work& work, c10::Device device) const;
-
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int ranks_;
   bool average_;

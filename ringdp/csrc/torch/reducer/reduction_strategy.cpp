@@ -130,7 +130,7 @@ FuturePointer ExactStrategy::shadow(Bucket& bucket, c10d::GradBucket& zeros) {
 
 void ExactStrategy::average(const at::Tensor& buffer) {
   group_.set_divisor(0);
-  mean(buffer, nullptr)->wait();
+  group_.wait(*mean(buffer, nullptr), buffer.device());
 }
 
 FuturePointer ExactStrategy::sum(const c10d::GradBucket& bucket) {

@@ -42,13 +42,13 @@ void UsedMap::end_backward(const at::Tensor& marks, bool wanted, int64_t step, b
     if (work_) group_.ring(c10::kCPU)->finish_before_shutdown(work_);
     std::swap(work_, before_);
   }
-  if (auto work = std::exchange(work_, nullptr)) work->wait();
+  if (auto work = std::exchange(work_, nullptr)) group_.wait(*work, map_.device());
 }
 
 void UsedMap::read(const at::Tensor& marks) {
   at::Tensor counts;
   if (work_) {
-    std::exchange(work_, nullptr)->wait();
+    group_.wait(*std::exchange(work_, nullptr), map_.device());
     counts = map_;
   } else {
     if (!marks.defined()) return;
@@ -63,7 +63,7 @@ void UsedMap::read(const at::Tensor& marks) {
 void UsedMap::shadow() {
   if (auto before = std::exchange(before_, nullptr)) before->wait();
   launch(/*with_input=*/false);
-  std::exchange(work_, nullptr)->wait();
+  group_.wait(*std::exchange(work_, nullptr), map_.device());
 }
 
 bool UsedMap::looks_for_others(int64_t step, bool joining) const {
