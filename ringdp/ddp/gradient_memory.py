@@ -1,4 +1,4 @@
-"""The memory that is kept for gradients on the CPU (ringdp/csrc/torch/reducer/gradient_pool.h), seen from Python."""
+"""The memory that is kept for gradients on the CPU (ringdp/csrc/torch/device/gradient_pool.h), seen from Python."""
 
 from __future__ import annotations
 

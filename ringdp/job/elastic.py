@@ -54,24 +54,9 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
         return body()
     from ringdp import _C
 
-    while True:
-        unit, view = _C.begin_unit(group, what), _C.view_of(group)
-        scope = _C.UnitScope()
-        done, result = False, None
-        try:
-            scope.enter()
-            try:
-                result, done = body(), True
-            finally:
-                scope.exit()
-            _C.commit_unit(group, unit)
-            return result
-        except (MembershipChanged, ExpelledError, DamagedDataError):
-            raise
-        except PeerLostError:
-            if _C.change_members(group, unit, view):
-                assert done
-                return result  # type: ignore[return-value]
+    results: list[Result] = []
+    _C.run_unit(group, what, lambda: results.append(body()))
+    return results[-1]
 
 
 # For `init`.

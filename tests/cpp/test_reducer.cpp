@@ -5,11 +5,9 @@
 #include <vector>
 
 #include "testing.h"
-#include "torch/reducer/backward_state.h"
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/forwards.h"
 #include "torch/reducer/messages.h"
-#include "torch/reducer/micro_batches.h"
 
 namespace ringdp {
 namespace {
@@ -195,7 +193,7 @@ CASE("parameters that no rank used share no bucket with the others, and theirs s
   CHECK(plan.buckets() == (Buckets{{3, 1, 2, 0}}));
 }
 
-using Arrival = ArrivalTracker::Arrival;
+using Arrival = Arrivals::Arrival;
 
 // Buckets {3}, {2}, {1}, {0}.
 BucketPlan four_buckets() {
@@ -206,9 +204,8 @@ BucketPlan four_buckets() {
 
 CASE("buckets leave in index order, each when all its gradients are there") {
   const BucketPlan plan = four_buckets();
-  ArrivalTracker arrivals(plan);
-  arrivals.start(4);
-  arrivals.begin(/*sending=*/3);
+  StaticGraph graph;
+  Arrivals arrivals(plan, graph, /*sending=*/3);
   CHECK(arrivals.arrived(2) == Arrival::kComplete);
   arrivals.note_used(2, true);
   CHECK(arrivals.mark_ready(2));
@@ -230,38 +227,34 @@ CASE("buckets leave in index order, each when all its gradients are there") {
   CHECK(!arrivals.next_full());  // the fourth bucket does not leave by itself
   CHECK(arrivals.order() == (Numbers{2, 3}));
   CHECK(arrivals.used(2) && !arrivals.used(3));
-  arrivals.begin(4);
-  CHECK(!arrivals.used(2) && !arrivals.ready(2) && arrivals.order().empty() && arrivals.sent() == 0);
 }
 
 CASE("a static graph's gradients are counted in the first backward, and the last of each is taken later") {
   const BucketPlan plan = four_buckets();
-  ArrivalTracker arrivals(plan);
-  arrivals.start(4);
-  arrivals.set_static_graph();
-  arrivals.begin(4);
-  CHECK(arrivals.learning());
-  for (const std::size_t i : Numbers{3, 1, 3}) CHECK(arrivals.arrived(i) == Arrival::kOneOfSeveral);
-  CHECK(arrivals.complete(true));
-  arrivals.graph_learned();
-  for (std::size_t i = 0; i < 4; ++i) CHECK(arrivals.mark_ready(i));
-  CHECK(arrivals.order() == (Numbers{3, 1}));
-  CHECK(arrivals.unexpected() == (Numbers{0, 2}));
-  arrivals.begin(4);
-  CHECK(arrivals.arrived(3) == Arrival::kOneOfSeveral);
-  CHECK(!arrivals.complete(true));
-  CHECK(arrivals.arrived(3) == Arrival::kComplete);
-  CHECK(arrivals.arrived(3) == Arrival::kUnexpected);
-  CHECK(arrivals.arrived(0) == Arrival::kUnexpected);
-  CHECK(arrivals.arrived(1) == Arrival::kComplete);
-  CHECK(arrivals.complete(true));
-  arrivals.forget_graph();
-  arrivals.begin(4);
-  CHECK(arrivals.learning());
+  StaticGraph graph{.on = true};
+  graph.forget(4);
+  CHECK(graph.learning());
+  Arrivals first(plan, graph, 4);
+  for (const std::size_t i : Numbers{3, 1, 3}) CHECK(first.arrived(i) == Arrival::kOneOfSeveral);
+  CHECK(first.complete(true));
+  first.graph_learned();
+  for (std::size_t i = 0; i < 4; ++i) CHECK(first.mark_ready(i));
+  CHECK(first.order() == (Numbers{3, 1}));
+  CHECK(graph.unexpected() == (Numbers{0, 2}));
+  Arrivals second(plan, graph, 4);
+  CHECK(second.arrived(3) == Arrival::kOneOfSeveral);
+  CHECK(!second.complete(true));
+  CHECK(second.arrived(3) == Arrival::kComplete);
+  CHECK(second.arrived(3) == Arrival::kUnexpected);
+  CHECK(second.arrived(0) == Arrival::kUnexpected);
+  CHECK(second.arrived(1) == Arrival::kComplete);
+  CHECK(second.complete(true));
+  graph.forget(4);
+  CHECK(graph.learning());
 }
 
 CASE("a gradient begins a step after a forward that synchronises, and not in a backward that was told to be quiet") {
-  BackwardState backward;
+  Demand backward;
   CHECK(!backward.synchronises(5));
   auto graph = std::make_shared<int>();
   backward.arm(graph);
@@ -274,17 +267,8 @@ CASE("a gradient begins a step after a forward that synchronises, and not in a b
   CHECK(backward.synchronises(6));
   backward.demand();
   CHECK(backward.due());
-  backward.begin(/*again=*/false);
-  CHECK(backward.active() && !backward.due() && !backward.demanded());
-  CHECK_EQ(backward.step(), 1);
-  backward.end_short();
-  CHECK(backward.active() && backward.ended_short());
-  backward.reset();
-  CHECK(!backward.active());
-  backward.begin(/*again=*/false);
-  CHECK(!backward.ended_short());
-  backward.end();
-  CHECK(!backward.active());
+  backward.settle();
+  CHECK(!backward.due() && !backward.demanded() && !backward.synchronises(6));
 }
 
 CASE("the first micro-batch keeps its gradients; one that weighs nothing brings zeros") {

@@ -53,7 +53,7 @@ DEVICE = [
     ),
     on_device(
         "codes are made before the stream of the caller is there",
-        "reducer/c10d_compressed_all_reduce.cpp",
+        "backend/c10d_compressed_all_reduce.cpp",
         "stream.wait(reached);",
         ";",
         TRAINING,
@@ -110,14 +110,14 @@ DEVICE = [
     ),
     on_device(
         "an elastic step leaves its input on the device to the core",
-        "reducer/bucket_reducer.cpp",
+        "reducer/exchange.cpp",
         "!bucket.buffer.is_cpu()",
         "false",
         f"{FAKE}::test_an_elastic_job_has_the_bits_of_the_cpu",
     ),
     on_device(
         "an overflow on the device does not hold back the residuals",
-        "reducer/residuals.cpp",
+        "reducer/gradient_compression.cpp",
         "flag.defined() ? flag.const_data_ptr<int32_t>() : nullptr",
         "nullptr",
         TRAINING,
@@ -153,7 +153,7 @@ DEVICE = [
     ),
     on_device(
         "buckets that NCCL reduces are not announced",
-        "reducer/bucket_reducer.cpp",
+        "reducer/exchange.cpp",
         "if (watchdog == nullptr) return;",
         "return;",
         f"{PAIR}::test_other_buckets_are_an_error_on_both",
@@ -258,14 +258,14 @@ REDUCER = [
     ),
     core(
         "the residual of a step is not the next one's",
-        "torch/reducer/residuals.cpp",
+        "torch/reducer/gradient_compression.cpp",
         "pair.index_ = 1 - *pair.index_;",
         ";",
         "tests/train/test_compression.py",
     ),
     core(
         "a residual that an exact bucket has sent stays",
-        "torch/reducer/residuals.cpp",
+        "torch/reducer/gradient_compression.cpp",
         "counts && in_step == Pair::InStep::kSent",
         "false",
         "tests/train/test_small_buckets.py",
@@ -274,7 +274,7 @@ REDUCER = [
     ),
     core(
         "residuals of parameters that no rank used change",
-        "torch/reducer/residuals.cpp",
+        "torch/reducer/gradient_compression.cpp",
         "!unused.contains(name)",
         "true",
         "tests/train/test_compression.py",
@@ -282,7 +282,7 @@ REDUCER = [
     ),
     core(
         "parameters that this rank did not use count as used",
-        "torch/reducer/used_map.cpp",
+        "torch/reducer/step_results.cpp",
         "marks.select(0, static_cast<int64_t>(i)).zero_();",
         ";",
         "tests/train/test_parallel_unused.py",
@@ -415,7 +415,7 @@ MEMBERS = [
     ),
     core(
         "the bucket's input is not kept for the step that is made again",
-        "torch/reducer/step_repair.cpp",
+        "torch/reducer/buckets.cpp",
         "kept.spare.copy_(buffer);",
         ";",
         ELASTIC,
@@ -424,7 +424,7 @@ MEMBERS = [
     ),
     core(
         "a step is made again from what is left of its sums",
-        "torch/reducer/step_repair.cpp",
+        "torch/reducer/buckets.cpp",
         "index < kept_.size() && kept_[index].filled && kept_[index].copied",
         "false",
         ELASTIC,
@@ -433,8 +433,8 @@ MEMBERS = [
     ),
     core(
         "the view of the group is not followed before a step is made again",
-        "torch/reducer/step_repair.cpp",
-        "group_.follow_view();",
+        "torch/reducer/buckets.cpp",
+        "exchange_.group.follow_view();",
         ";",
         ELASTIC,
     ),

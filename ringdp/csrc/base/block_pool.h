@@ -5,7 +5,7 @@
 // Memory is mapped in segments aligned to 2 MiB with MADV_HUGEPAGE; where the kernel has no huge pages the pages are
 // ordinary ones. It is private: a forked child has a copy-on-write copy of the blocks and of the pool.
 //
-// Owned by the process-wide allocator (torch/reducer/gradient_pool.h), or by a test. Any thread.
+// Owned by the process-wide allocator (torch/device/gradient_pool.h), or by a test. Any thread.
 #pragma once
 
 #include <cstddef>

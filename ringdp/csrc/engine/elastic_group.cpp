@@ -130,6 +130,22 @@ void ElasticGroup::close(const std::string& how) {
 
 // ---- Units.
 
+void ElasticGroup::run_unit(const std::function<UnitDescription()>& describe,
+                            const std::function<void(bool again)>& body) {
+  const UnitScope scope;
+  for (bool again = false;; again = true) {
+    const uint64_t unit = begin_unit(describe());
+    const uint64_t before = view();
+    try {
+      body(again);
+      return commit(unit);
+    } catch (const Error& error) {
+      if (!is_loss(error)) throw;
+    }
+    if (change(unit, before) == Outcome::kCounts) return;
+  }
+}
+
 uint64_t ElasticGroup::begin_unit(UnitDescription unit) {
   throw_if_untold();
   std::lock_guard lock(mutex_);

@@ -89,7 +89,11 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // Some ranks repeat the first unit of this view: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
-  // Begins the next unit. Throws the error of a change that was not reported to this rank yet.
+  // Runs `body` as a unit on all members, which call it in the same order: it counts when it has returned on all. After
+  // the loss of a member the others run it again (`again`), unless it had returned on all of them. `describe` is called
+  // each time. Throws the exceptions of `body` that are no loss, and those of `change`.
+  void run_unit(const std::function<UnitDescription()>& describe, const std::function<void(bool again)>& body);
+  // The parts of run_unit. Begins the next unit. Throws the error of a change that was not reported to this rank yet.
   uint64_t begin_unit(UnitDescription unit);
   // The weights of the ranks' batches in the unit in progress, by rank in the present view. For the log.
   void set_weights(std::vector<double> weights);

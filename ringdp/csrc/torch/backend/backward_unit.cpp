@@ -122,19 +122,17 @@ void BackwardUnit::forget_orphans() {
 
 void BackwardUnit::make(const Steps& steps) {
   if (steps.empty()) return;
-  {
+  try {
+    elastic_->run_unit([&] { return describe_unit(steps); }, [&](bool again) { reduce(steps, again); });
+  } catch (...) {
     const UnitScope scope;
-    try {
-      for (bool again = false; !try_once(steps, again);) again = true;
-    } catch (...) {
-      for (std::size_t i = 1; i < steps.size(); ++i) {
-        try {
-          steps[i]->stopped();
-        } catch (...) {  // the first exception is thrown
-        }
+    for (std::size_t i = 1; i < steps.size(); ++i) {
+      try {
+        steps[i]->stopped();
+      } catch (...) {  // the first exception is thrown
       }
-      steps.front()->stopped();
     }
+    steps.front()->stopped();
   }
   std::exception_ptr failure;
   for (const auto& step : steps) {
@@ -147,26 +145,17 @@ void BackwardUnit::make(const Steps& steps) {
   if (failure) std::rethrow_exception(failure);
 }
 
-bool BackwardUnit::try_once(const Steps& steps, bool again) {
-  const uint64_t unit = elastic_->begin_unit(describe_unit(steps));
-  const uint64_t view = elastic_->view();
-  try {
-    again = again || std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step->must_send_again(); });
-    if (again)
-      for (const auto& step : steps) step->send_again();
-    for (const auto& step : steps) {
-      const std::vector<double> weights = step->weights();
-      if (weights.empty()) continue;
-      elastic_->set_weights(weights);
-      break;
-    }
-    for (const auto& step : steps) step->wait();
-    elastic_->commit(unit);
-    return true;
-  } catch (const Error& error) {
-    if (!is_loss(error)) throw;
+void BackwardUnit::reduce(const Steps& steps, bool again) {
+  again = again || std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step->must_send_again(); });
+  if (again)
+    for (const auto& step : steps) step->send_again();
+  for (const auto& step : steps) {
+    const std::vector<double> weights = step->weights();
+    if (weights.empty()) continue;
+    elastic_->set_weights(weights);
+    break;
   }
-  return elastic_->change(unit, view) == ElasticGroup::Outcome::kCounts;
+  for (const auto& step : steps) step->wait();
 }
 
 }  // namespace ringdp

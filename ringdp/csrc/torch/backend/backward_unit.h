@@ -73,7 +73,7 @@ class BackwardUnit : public std::enable_shared_from_this<BackwardUnit> {
   void forget_orphans();
 
   void make(const Steps& steps);
-  bool try_once(const Steps& steps, bool again);  // true: they count
+  void reduce(const Steps& steps, bool again);
 
   const std::shared_ptr<ElasticGroup> elastic_;  // shared with the process group
   std::mutex mutex_;                             // guards the members below

@@ -12,12 +12,12 @@
 #include "codec/plugin.h"
 #include "codec/promises.h"
 #include "collective/compressed_plan.h"
+#include "torch/backend/c10d_compressed_all_reduce.h"
 #include "torch/backend/process_group.h"
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/flat_tensors.h"
 #include "torch/device/device_codec.h"
-#include "torch/reducer/c10d_compressed_all_reduce.h"
-#include "torch/reducer/residuals.h"
+#include "torch/reducer/gradient_compression.h"
 
 namespace ringdp {
 namespace {

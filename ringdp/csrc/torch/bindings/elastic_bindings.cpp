@@ -1,7 +1,6 @@
 // ringdp._C for elastic jobs: groups whose members may change after a loss. Calls that may block release the GIL.
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
@@ -57,15 +56,22 @@ void on_change(const GroupPointer& group, py::function listener) {
   });
 }
 
-// Holds a UnitScope between `enter` and `exit`, which the same thread calls.
-class PythonUnitScope {
- public:
-  void enter() { scope_.emplace(); }
-  void exit() { scope_.reset(); }
-
- private:
-  std::optional<UnitScope> scope_;
-};
+// A loss that `body` raises has become a Python exception.
+void run_unit(const GroupPointer& group, const std::string& what, const py::function& body) {
+  const py::gil_scoped_release no_gil;
+  required(elastic_of(group))
+      .run_unit([&] { return UnitDescription{.what = what}; },
+                [&](bool /*again*/) {
+                  const py::gil_scoped_acquire gil;
+                  try {
+                    body();
+                  } catch (py::error_already_set& error) {
+                    const py::module_ errors = py::module_::import("ringdp.errors");
+                    if (!error.type().is(errors.attr("PeerLostError"))) throw;
+                    throw Error(ErrorKind::kPeerLost, error.what());
+                  }
+                });
+}
 
 }  // namespace
 
@@ -85,31 +91,9 @@ void bind_elastic(py::module_& module) {
       "on_change", &on_change, py::arg("process_group"), py::arg("listener"),
       "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");
   module.def(
-      "begin_unit",
-      [](const GroupPointer& group, std::string what) {
-        return required(elastic_of(group)).begin_unit({.what = std::move(what)});
-      },
-      py::arg("process_group"), py::arg("what"), NoGil(),
-      "Begins the next unit and returns its number; `what` is its name in the log.");
-  module.def(
-      "commit_unit",
-      [](const GroupPointer& group, uint64_t unit) {
-        const UnitScope scope;
-        required(elastic_of(group)).commit(unit);
-      },
-      py::arg("process_group"), py::arg("unit"), NoGil(), "Returns when all members have done it.");
-  module.def(
-      "change_members",
-      [](const GroupPointer& group, uint64_t unit, uint64_t view) {
-        return required(elastic_of(group)).change(unit, view) == ElasticGroup::Outcome::kCounts;
-      },
-      py::arg("process_group"), py::arg("unit"), py::arg("view"), NoGil(),
-      "After a loss in that view: agrees on the next one. True: the unit counts; False: make it again.");
-  py::class_<PythonUnitScope>(module, "UnitScope",
-                              "The operations that this thread calls between enter and exit belong to a unit.")
-      .def(py::init<>())
-      .def("enter", &PythonUnitScope::enter)
-      .def("exit", &PythonUnitScope::exit);
+      "run_unit", &run_unit, py::arg("process_group"), py::arg("what"), py::arg("body"),
+      "Calls `body()` as a unit on all members; again after the loss of one, unless it had returned on all. `what` "
+      "is its name in the log.");
 }
 
 }  // namespace ringdp

@@ -44,7 +44,7 @@ void replace_parameters(Reducer& reducer, const std::vector<at::Tensor>& paramet
                         std::vector<std::string> used_in, const std::vector<bool>& sparse) {
   std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
   // Released when the lock is free.
-  const ReductionPlan before = reducer.between_steps()->replace_parameters(std::move(described));
+  const ReductionPlan before = reducer.replace_parameters(std::move(described));
 }
 
 std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
@@ -109,15 +109,14 @@ py::dict stats_as_dict(Reducer& reducer) {
 void set_reductions(Reducer& reducer, std::vector<std::shared_ptr<Reduction>> reductions, std::vector<int> reduction_of,
                     std::vector<uint32_t> owner_offsets, bool exchange_codes) {
   ReductionPlan plan{std::move(reductions), std::move(reduction_of), std::move(owner_offsets), exchange_codes};
-  reducer.between_steps()->set_reductions(plan);
+  reducer.set_reductions(plan);
 }
 
 py::list rows_as_dicts(Reducer& reducer) {
   std::vector<BucketRow> rows;
   {
     py::gil_scoped_release no_gil;
-    const auto times = reducer.report();
-    rows = bucket_rows(*reducer.layout(), times->stats());
+    rows = reducer.report()->bucket_rows();
   }
   py::list result;
   for (const BucketRow& row : rows) {
@@ -171,7 +170,7 @@ std::tuple<int64_t, int64_t, std::optional<bool>, std::vector<float>> last_step(
       steps = report->stats().steps;
       bytes = report->stats().bytes;
     }
-    finite = reducer.layout()->overflow.finite();
+    finite = reducer.exchange()->overflow.finite();
   }
   return {steps, bytes, finite, std::vector<float>(row.begin(), row.end())};
 }
@@ -201,7 +200,7 @@ auto noting(Reducer& reducer) {
   try {
     return std::invoke(Function, reducer);
   } catch (...) {
-    reducer.guard()->note_thrown(current_error_text());
+    reducer.note_thrown(current_error_text());
     throw;
   }
 }
@@ -219,25 +218,25 @@ py::object without_none(py::object hook) {
 void register_python_hook(Reducer& reducer, py::object state, py::object hook) {
   auto owned = std::make_unique<c10d::PythonCommHook>(std::move(state), without_none(std::move(hook)));
   py::gil_scoped_release no_gil;
-  reducer.between_steps()->register_hook(std::move(owned));
+  reducer.register_hook(std::move(owned));
 }
 
 void register_builtin_hook(Reducer& reducer, c10d::BuiltinCommHookType which) {
   const bool half = which == c10d::BuiltinCommHookType::FP16_COMPRESS;
   std::unique_ptr<c10d::CommHookInterface> hook = make_builtin_hook(
-      reducer.layout()->group.process_group(), half ? BuiltinHook::kFp16Compress : BuiltinHook::kAllReduce);
-  reducer.between_steps()->register_hook(std::move(hook));
+      reducer.exchange()->group.process_group(), half ? BuiltinHook::kFp16Compress : BuiltinHook::kAllReduce);
+  reducer.register_hook(std::move(hook));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<PythonFuture>>& futures) {
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> plain;
   for (const auto& future : futures) plain.push_back(future->fut);
   py::gil_scoped_release no_gil;
-  reducer.end()->install_futures(std::move(plain));
+  reducer.install_futures(std::move(plain));
 }
 
 std::shared_ptr<PythonFuture> run_hook(Reducer& reducer, c10d::GradBucket& bucket) {
-  return std::make_shared<PythonFuture>(reducer.join()->shadow(bucket, reducer.backward()->step()));
+  return std::make_shared<PythonFuture>(reducer.join()->shadow(bucket));
 }
 
 std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& bucket) {
@@ -250,106 +249,87 @@ constexpr const char* kNotSet = "residuals cannot be set during a backward";
 using ByParameter = GradientCompression::ByParameter;
 
 std::vector<int64_t> find(Reducer& reducer, const std::vector<at::Tensor>& tensors) {
-  return reducer.layout()->parameters.find(tensors);
+  return reducer.plan()->parameters.find(tensors);
 }
 
 // `index` counts the parameters that required grad at construction.
 void gradient_arrived(Reducer& reducer, std::size_t index) {
-  const auto layout = reducer.layout();
-  if (const auto parameter = layout->parameters.since_construction(index)) reducer.gradient_arrived(*parameter);
+  const auto plan = reducer.plan();
+  if (const auto parameter = plan->parameters.since_construction(index)) reducer.gradient_arrived(*parameter);
 }
 
 void choose_reductions(Reducer& reducer, const std::vector<int>& reduction_of_bucket) {
-  reducer.between_steps()->choose(reduction_of_bucket);
+  reducer.choose(reduction_of_bucket);
 }
 
 ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
-  return reducer.between_steps()->compression(kNotTaken).take_residuals(parameters);
+  return reducer.residuals(kNotTaken)->take_residuals(parameters);
 }
 
 void give_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.between_steps()->compression(kNotSet).give_residuals(residuals);
+  reducer.residuals(kNotSet)->give_residuals(residuals);
 }
 
-ByParameter residuals(Reducer& reducer) { return reducer.layout()->compression.residuals(); }
+ByParameter residuals(Reducer& reducer) { return reducer.exchange()->compression.residuals(); }
 
 void set_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.between_steps()->compression(kNotSet).set_residuals(residuals);
+  reducer.residuals(kNotSet)->set_residuals(residuals);
 }
-
-void set_static_graph(Reducer& reducer) { reducer.between_steps()->set_static_graph(); }
 
 void set_group(Reducer& reducer, GroupPointer group, bool average, bool names_compared) {
-  reducer.between_steps()->set_group(std::move(group), average, names_compared);
+  reducer.set_group(std::move(group), average, names_compared);
 }
 
-void set_optimizer_in_backward(Reducer& reducer) { reducer.end()->set_optimizer_in_backward(); }
+void set_loss_scale(Reducer& reducer, double scale) { reducer.exchange()->compression.set_loss_scale(scale); }
 
-void set_loss_scale(Reducer& reducer, double scale) { reducer.layout()->compression.set_loss_scale(scale); }
+void watch_finite(Reducer& reducer, bool watch) { reducer.exchange()->overflow.watch(watch); }
 
-void watch_finite(Reducer& reducer, bool watch) { reducer.layout()->overflow.watch(watch); }
+std::optional<bool> finite(Reducer& reducer) { return reducer.exchange()->overflow.finite(); }
 
-std::optional<bool> finite(Reducer& reducer) { return reducer.layout()->overflow.finite(); }
+std::vector<std::size_t> non_finite(Reducer& reducer) { return reducer.exchange()->overflow.non_finite(); }
 
-std::vector<std::size_t> non_finite(Reducer& reducer) { return reducer.layout()->overflow.non_finite(); }
-
-int64_t own_non_finite(Reducer& reducer) { return reducer.layout()->overflow.own_non_finite(); }
-
-void zero_gradients(Reducer& reducer) {
-  const auto layout = reducer.layout();
-  layout->store.zero_gradients();
-  layout->left_over.forget();
-}
+int64_t own_non_finite(Reducer& reducer) { return reducer.exchange()->overflow.own_non_finite(); }
 
 // (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one
 // came; -1 where that is not known.
 using Unaveraged = std::tuple<std::vector<std::tuple<std::size_t, bool, bool>>, std::size_t, int64_t>;
 Unaveraged unaveraged(Reducer& reducer) {
-  const auto layout = reducer.layout();
+  const auto buckets = reducer.buckets();
   Unaveraged result{{}, 0, -1};
-  for (const LeftOverGradients::Parameter& one : layout->left_over.list()) {
+  for (const LeftOverGradients::Parameter& one : buckets->left_over.list()) {
     std::get<0>(result).emplace_back(one.param_index, one.under_no_sync, one.changed);
     std::get<1>(result) += one.bytes;
   }
-  if (layout->group.ring(c10::kCPU) != nullptr)
-    std::get<2>(result) = static_cast<int64_t>(layout->group.bytes_sent() - layout->left_over.traffic());
+  const ReducerGroup& group = reducer.exchange()->group;
+  if (group.ring(c10::kCPU) != nullptr)
+    std::get<2>(result) = static_cast<int64_t>(group.bytes_sent() - buckets->left_over.traffic());
   return result;
 }
 
-void remove_hooks(Reducer& reducer) { reducer.layout()->hooks.remove(); }
+void remove_hooks(Reducer& reducer) { reducer.buckets()->hooks.remove(); }
 
-std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.layout()->plan.buckets(); }
+std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.plan()->buckets.buckets(); }
 
 std::vector<std::size_t> bucket_bytes(Reducer& reducer) {
-  const auto layout = reducer.layout();
+  const auto plan = reducer.plan();
   std::vector<std::size_t> result;
-  for (std::size_t i = 0; i < layout->plan.buckets().size(); ++i) result.push_back(layout->plan.bytes(i));
+  for (std::size_t i = 0; i < plan->buckets.buckets().size(); ++i) result.push_back(plan->buckets.bytes(i));
   return result;
 }
 
 // The names of their operations.
 std::vector<std::string> bucket_names(Reducer& reducer) {
-  const auto layout = reducer.layout();
+  const auto plan = reducer.plan();
+  const std::vector<BucketMembers>& buckets = plan->buckets.buckets();
   std::vector<std::string> result;
-  for (std::size_t i = 0; i < layout->plan.buckets().size(); ++i)
-    result.push_back(describe_bucket(i, layout->plan.buckets()[i], layout->parameters.names()));
+  for (std::size_t i = 0; i < buckets.size(); ++i)
+    result.push_back(describe_bucket(i, buckets[i], plan->parameters.names()));
   return result;
 }
 
-bool rebuilt(Reducer& reducer) { return reducer.layout()->plan.rebuilt(); }
+bool rebuilt(Reducer& reducer) { return reducer.plan()->buckets.rebuilt(); }
 
-// Parameters in the order of the last backward.
-std::vector<std::size_t> arrivals(Reducer& reducer) { return reducer.arrivals()->order(); }
-
-// The texts of the reducer's last exception, and of that which ended backward.
-std::string error(Reducer& reducer) { return reducer.guard()->thrown(); }
-
-// See GradientWeights.
-void announce_weight(Reducer& reducer, double weight, bool sync, const std::optional<bool>& training) {
-  reducer.between_steps()->announce_weight(weight, sync, training);
-}
-
-double incoming_factor(Reducer& reducer) { return reducer.layout()->weights.factors().incoming; }
+double incoming_factor(Reducer& reducer) { return reducer.exchange()->weights.factors().incoming; }
 
 void shadow_weight(Reducer& reducer) { reducer.join()->shadow_weight(); }
 
@@ -362,7 +342,7 @@ void shadow_with(Reducer& reducer, int64_t ranks_with_input) { reducer.join()->d
 
 std::vector<c10d::GradBucket> zero_buckets(Reducer& reducer) { return reducer.join()->zero_buckets(); }
 
-void shadow_used_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
+void shadow_the_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
 
 }  // namespace
 
@@ -400,27 +380,26 @@ void bind_reducer(py::module_& module) {
       .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
       .def("bucket_rows", &rows_as_dicts)
       .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
-      .def("announce_weight", &announce_weight, py::arg("weight"), py::arg("sync"), py::arg("training") = py::none(),
-           NoGil())
+      .def("announce_weight", &Reducer::announce_weight, py::arg("weight"), py::arg("sync"),
+           py::arg("training") = py::none(), NoGil())
       .def(
           "forward_note",
-          [](Reducer& reducer, bool training) { return reducer.backward()->forwards().note_of(training); },
+          [](Reducer& reducer, bool training) { return reducer.exchange()->forwards.note_of(training); },
           py::arg("training"), NoGil(), "What the name of an operation in a forward ends in; nearly always nothing.")
       .def(
-          "begin_closure", [](Reducer& reducer) { reducer.backward()->forwards().begin_closure(); }, NoGil(),
+          "begin_closure", [](Reducer& reducer) { reducer.exchange()->forwards.begin_closure(); }, NoGil(),
           "An optimizer evaluates a closure from now on, which may run several backwards.")
       .def(
-          "end_closure", [](Reducer& reducer) { reducer.backward()->forwards().end_closure(); }, NoGil())
-      .def(
-          "repeat_batch", [](Reducer& reducer) { reducer.between_steps()->repeat_batch(); }, NoGil(),
-          "The forwards up to the end of this step are of the batch whose forward has failed.")
+          "end_closure", [](Reducer& reducer) { reducer.exchange()->forwards.end_closure(); }, NoGil())
+      .def("repeat_batch", &Reducer::repeat_batch, NoGil(),
+           "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())
       .def("shadow_weight", &shadow_weight, NoGil())
-      .def("zero_gradients", &zero_gradients, NoGil())
+      .def("zero_gradients", &Reducer::zero_gradients, NoGil())
       .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
       .def("unaveraged", &unaveraged, NoGil(),
            "Each: (parameter, under no_sync, .grad changed since); then their bytes, and the bytes sent since, or -1.")
-      .def("shadow_used_map", &shadow_used_map, NoGil())
+      .def("shadow_used_map", &shadow_the_map, NoGil())
       .def("layout", &layout, NoGil())
       .def("bucket_bytes", &bucket_bytes, NoGil())
       .def("bucket_names", &bucket_names, NoGil())
@@ -434,8 +413,8 @@ void bind_reducer(py::module_& module) {
       .def(
           "steps", [](Reducer& reducer) { return reducer.report()->stats().steps; }, NoGil(),
           "How many backwards have synchronised.")
-      .def("arrivals", &arrivals, NoGil())
-      .def("error", &error, NoGil())
+      .def("arrivals", &Reducer::arrivals, NoGil())
+      .def("error", &Reducer::thrown, NoGil())
       // The names torch's DistributedDataParallel uses.
       .def("_rebuild_buckets", &noting<&Reducer::rebuild_buckets>, NoGil())
       .def("_autograd_hook", &gradient_arrived, py::arg("index"), NoGil())
@@ -449,8 +428,8 @@ void bind_reducer(py::module_& module) {
       .def("_reset_state", &Reducer::reset, NoGil())
       .def("_set_forward_pass_work_handle", &set_forward_work, py::arg("work"), py::arg("use_static_world_size"),
            NoGil())
-      .def("_set_optimizer_in_backward", &set_optimizer_in_backward, NoGil())
-      .def("_set_static_graph", &noting<&set_static_graph>, NoGil())
+      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, NoGil())
+      .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),
            py::arg("names_compared"), NoGil());
   module.def(

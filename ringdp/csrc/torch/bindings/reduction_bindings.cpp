@@ -1,11 +1,11 @@
-// ringdp._C.CodecReduction, PythonReduction: see torch/reducer/reduction_assignment.h.
+// ringdp._C.CodecReduction, PythonReduction: see torch/reducer/plan.h.
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include <memory>
 #include <utility>
 
 #include "torch/bindings/bindings.h"
-#include "torch/reducer/reduction_assignment.h"
+#include "torch/reducer/plan.h"
 
 namespace ringdp {
 namespace {

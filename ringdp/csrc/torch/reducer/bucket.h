@@ -21,7 +21,7 @@
 #include "collective/finite.h"
 #include "cuda/kernels.h"
 #include "torch/reducer/bucket_plan.h"
-#include "torch/reducer/reduction_assignment.h"
+#include "torch/reducer/plan.h"
 
 namespace ringdp {
 
@@ -43,7 +43,7 @@ class ReductionStrategy;
 struct BucketCodes {
   std::vector<CompressedSection> sections;
   std::vector<cuda::Feedback>
-      feedback;  // of each section, if codes are exchanged (torch/reducer/c10d_compressed_all_reduce.h)
+      feedback;  // of each section, if codes are exchanged (torch/backend/c10d_compressed_all_reduce.h)
   std::vector<at::Tensor> residuals;  // the memory of feedback; of an exact bucket the residuals added to it
   at::Tensor non_finite;              // int32 [1] on a device, of all buckets there: see C10dCompressedAllReduce
 };

@@ -3,10 +3,10 @@
 // input, so it is the same everywhere. No torch. Owned by the Reducer, used under its lock. A parameter is a number
 // among those that require grad.
 //
-// ArrivalTracker: which gradients have arrived in this backward, and which bucket to launch: buckets are launched in
-// index order, each when all its gradients have arrived. With a static graph it counts in the first backward how often
-// each parameter's gradient arrives (once for each use of the parameter), and in later ones waits for the last
-// arrival. No torch. Owned by the Reducer, used under its lock.
+// Arrivals: which gradients have arrived in one backward, and which bucket to launch: buckets are launched in index
+// order, each when all its gradients have arrived. With a static graph the first backward counts how often each
+// parameter's gradient arrives (once for each use of the parameter), and later ones wait for the last arrival. No
+// torch. Owned by the Step, used under the Reducer's lock.
 #pragma once
 
 #include <cstddef>
@@ -99,7 +99,22 @@ class BucketPlan {
   bool rebuilt_ = false;
 };
 
-class ArrivalTracker {
+// Of a static graph, which is the same in every backward. Owned by the Plan; a step counts into it.
+struct StaticGraph {
+  bool on = false;
+  bool learned = false;            // `arrivals` are those of a whole backward
+  std::vector<int> arrivals = {};  // by parameter
+
+  bool learning() const { return on && !learned; }
+  // The next backward counts again.
+  void forget(std::size_t parameters) {
+    learned = false;
+    arrivals.assign(parameters, 0);
+  }
+  std::vector<std::size_t> unexpected() const;  // parameters without gradient
+};
+
+class Arrivals {
  public:
   enum class Arrival : uint8_t {
     kOneOfSeveral,  // more arrivals of the same parameter will come, or all are only counted
@@ -108,17 +123,9 @@ class ArrivalTracker {
     kUnexpected     // more arrivals than in the static graph
   };
 
-  explicit ArrivalTracker(const BucketPlan& plan) : plan_(plan) {}
-
-  void set_static_graph() { static_graph_ = true; }
-  bool static_graph() const { return static_graph_; }
-  // New parameters: resets all arrivals and the static graph's counts.
-  void start(std::size_t parameters);
-  // The next backward counts the static graph's gradients again.
-  void forget_graph();
-
   // A backward begins, which sends the first `sending` buckets in any case.
-  void begin(std::size_t sending);
+  Arrivals(const BucketPlan& plan, StaticGraph& graph, std::size_t sending);
+
   Arrival arrived(std::size_t parameter);
   void note_used(std::size_t parameter, bool used) { states_[parameter].used = used; }
   // The parameter's part of its bucket is final. Returns whether the bucket has become full.
@@ -129,15 +136,11 @@ class ArrivalTracker {
   // The backward has run to its end. False: required gradients are missing. `all_required`: every parameter's is
   // required.
   bool complete(bool all_required) const;
-  void graph_learned() { learned_ = static_graph_; }
+  void graph_learned() { graph_.learned = graph_.on; }
 
   bool ready(std::size_t parameter) const { return states_[parameter].ready; }
   // This rank has a gradient for it in this backward.
   bool used(std::size_t parameter) const { return states_[parameter].used; }
-  bool knows_graph() const { return learned_; }
-  // Whether this backward counts a static graph's gradients: then no bucket is launched before its end.
-  bool learning() const { return static_graph_ && !learned_; }
-  std::vector<std::size_t> unexpected() const;  // parameters without gradient in the static graph
   std::size_t size() const { return states_.size(); }
   std::size_t sent() const { return next_bucket_; }
   std::size_t sending() const { return sending_; }
@@ -148,18 +151,16 @@ class ArrivalTracker {
   struct State {
     bool used = false;
     bool ready = false;
-    int arrivals = 0;  // static graph: in one backward
-    int arrivals_left = 0;
+    int left = 0;  // arrivals, of a static graph
   };
 
   const BucketPlan& plan_;
+  StaticGraph& graph_;
   std::vector<State> states_;         // by parameter
   std::vector<std::size_t> pending_;  // by bucket: gradients still to come
   std::vector<std::size_t> order_;    // parameters as they arrived
   std::size_t next_bucket_ = 0;
-  std::size_t sending_ = 0;
-  bool static_graph_ = false;
-  bool learned_ = false;
+  const std::size_t sending_;
 };
 
 }  // namespace ringdp

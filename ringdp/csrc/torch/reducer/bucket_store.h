@@ -18,7 +18,7 @@
 #include "torch/reducer/bucket_plan.h"
 #include "torch/reducer/gradient_hooks.h"
 #include "torch/reducer/gradient_weights.h"
-#include "torch/reducer/trainable_parameters.h"
+#include "torch/reducer/plan.h"
 
 namespace ringdp {
 

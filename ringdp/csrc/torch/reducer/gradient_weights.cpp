@@ -73,7 +73,7 @@ void GradientWeights::begin(int task, double weight, int64_t step) {
   if (announced_ && (announced_->shares.size(0) != group_.ranks() || announced_->view != group_.view()))
     announced_.reset();
   unknown_ = group_.first_unit();
-  factors_.when_sent = group_.members_may_change();
+  factors_.when_sent = group_.elastic() != nullptr;
   if (unknown_) return announced_.reset();
   const UnitScope unit;
   Exchange exchange = announced_ ? std::move(*announced_) : begin_exchange(done());

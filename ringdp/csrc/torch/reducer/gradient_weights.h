@@ -1,6 +1,6 @@
 // GradientWeights: averages gradients over samples, not over ranks, with the weight of each rank's batch (MicroBatches
 // has the formula). The ranks exchange their weights in an operation of 16 bytes for each, which begins in the forward
-// and is read when the backward begins. Owned by the Reducer's GradientLayout, used under the Reducer's lock by the
+// and is read when the backward begins. Owned by the Exchange, used under the Reducer's lock by the
 // forward's thread and the threads that run backward.
 #pragma once
 
@@ -13,9 +13,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "torch/reducer/micro_batches.h"
+#include "torch/reducer/forwards.h"
+#include "torch/reducer/plan.h"
 #include "torch/reducer/reducer_group.h"
-#include "torch/reducer/trainable_parameters.h"
 
 namespace ringdp {
 

@@ -107,7 +107,9 @@ ReducerGroup::ReducerGroup(c10::intrusive_ptr<c10d::ProcessGroup> group, bool av
       ranks_(group_->getSize()),
       average_(average),
       names_compared_(names_compared),
-      host_control_(host_control) {}
+      host_control_(host_control) {
+  if (const ProcessGroupRing* on_cpu = ring(c10::kCPU)) elastic_ = on_cpu->elastic();
+}
 
 bool ReducerGroup::replace(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared) {
   group_ = std::move(group);
@@ -116,11 +118,6 @@ bool ReducerGroup::replace(c10::intrusive_ptr<c10d::ProcessGroup> group, bool av
   host_control_ = host_control_ && ring(c10::kCPU) != nullptr;
   const int before = std::exchange(ranks_, group_->getSize());
   return before != ranks_;
-}
-
-bool ReducerGroup::members_may_change() const {
-  const ProcessGroupRing* on_cpu = ring(c10::kCPU);
-  return on_cpu != nullptr && on_cpu->elastic() != nullptr;
 }
 
 uint64_t ReducerGroup::view() const {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -33,6 +34,7 @@ void in_bucket(int64_t bucket, const std::string& name, int64_t step, Action&& a
 // The text of the exception being handled.
 std::string current_error_text();
 
+class ElasticGroup;
 class ProcessGroupRing;
 
 class ReducerGroup {
@@ -47,7 +49,7 @@ class ReducerGroup {
 
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const { return group_; }
   int rank() const { return group_->getRank(); }
-  bool members_may_change() const;
+  const std::shared_ptr<ElasticGroup>& elastic() const { return elastic_; }  // null: the members never change
   uint64_t view() const;    // the number of the present view in elastic jobs, else 0
   bool first_unit() const;  // see ElasticGroup
   void follow_view();       // the members may have changed (elastic jobs)
@@ -82,6 +84,7 @@ class ReducerGroup {
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<ElasticGroup> elastic_;
   int ranks_;
   bool average_;
   bool names_compared_;

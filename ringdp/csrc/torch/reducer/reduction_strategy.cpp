@@ -10,10 +10,10 @@
 #include "base/error.h"
 #include "codec/plugin.h"
 #include "engine/completion.h"
+#include "torch/backend/c10d_compressed_all_reduce.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/watchdog.h"
-#include "torch/reducer/c10d_compressed_all_reduce.h"
 
 namespace ringdp {
 namespace {

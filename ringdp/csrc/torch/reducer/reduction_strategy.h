@@ -17,8 +17,8 @@
 
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/gradient_compression.h"
-#include "torch/reducer/overflow_report.h"
 #include "torch/reducer/reducer_group.h"
+#include "torch/reducer/step_results.h"
 
 namespace ringdp {
 

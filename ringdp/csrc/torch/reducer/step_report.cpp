@@ -11,12 +11,85 @@
 
 #include "base/bytes.h"
 #include "base/naming.h"
+#include "codec/codec.h"
 #include "engine/elastic_group.h"
 #include "kernels/hash64.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/work.h"
+#include "torch/reducer/messages.h"
 
 namespace ringdp {
+namespace {
+
+std::atomic<int64_t> most = 0;
+
+int64_t nanoseconds(StepTimes::Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+}  // namespace
+
+void StepTimes::begin() {
+  began_ = Clock::now();
+  stats_.began_ns = nanoseconds(began_);
+  stats_.launched_ns = 0;
+}
+
+void StepTimes::note_first_launch() { stats_.launched_ns = nanoseconds(Clock::now()); }
+
+void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool local) {
+  const auto now = Clock::now();
+  ++stats_.steps;
+  if (stats_.steps > most.load(std::memory_order_relaxed)) most.store(stats_.steps, std::memory_order_relaxed);
+  stats_.computed_ns = nanoseconds(gradients_done);
+  stats_.finished_ns = nanoseconds(now);
+  stats_.unused_bytes = unused_bytes;
+  stats_.backward_s = seconds(gradients_done - began_);
+  stats_.exposed_wait_s = local ? 0 : seconds(now - gradients_done);
+  stats_.total_backward_s += stats_.backward_s;
+  stats_.total_exposed_wait_s += stats_.exposed_wait_s;
+}
+
+int64_t most_steps() { return most.load(std::memory_order_relaxed); }
+
+void StepTimes::count_kept(const BucketPlan& plan) {
+  stats_.buckets = stats_.bytes = 0;
+  for (std::size_t index = 0; index < plan.kept(); ++index) count_bucket(plan, index);
+}
+
+void StepTimes::count_bucket(const BucketPlan& plan, std::size_t bucket) {
+  ++stats_.buckets;
+  stats_.bytes += static_cast<int64_t>(plan.dense_bytes(bucket));
+}
+
+std::vector<BucketRow> StepReport::bucket_rows() const {
+  const ReducerStats& stats = this->stats();
+  std::vector<BucketRow> rows;
+  for (std::size_t index = 0; index < plan_.buckets.buckets().size(); ++index) {
+    const BucketMembers& members = plan_.buckets.buckets()[index];
+    BucketRow& row = rows.emplace_back();
+    row.index = index;
+    row.name = describe_bucket(index, members, plan_.parameters.names());
+    row.reduction = plan_.reductions.number_of_bucket(index);
+    row.free = plan_.reductions.free(index);
+    const auto* native = dynamic_cast<const CodecReduction*>(plan_.reductions.of_bucket(index));
+    const bool coded = native != nullptr && native->enabled() && !plan_.reductions.too_small(index);
+    for (std::size_t member : members) {
+      const PlannedGradient& gradient = plan_.buckets.gradients()[member];
+      row.parameters.push_back(plan_.parameters.param_index(member));
+      row.numel += gradient.numel;
+      row.bytes_before += gradient.bytes();
+      row.bytes_after += coded ? codec(native->codec()).encoded_bytes(gradient.numel) : gradient.bytes();
+    }
+    if (index >= store_.size()) continue;
+    const Bucket& bucket = store_[index];
+    if (bucket.report) row.coding_s = static_cast<double>(bucket.report->coding_ns) * 1e-9;
+    row.launched_s = static_cast<double>(nanoseconds(bucket.times.launched) - stats.launched_ns) * 1e-9;
+    row.seconds = bucket.times.seconds;
+    row.exposed_s = bucket.times.exposed_s;
+  }
+  return rows;
+}
 
 namespace {
 
@@ -100,7 +173,7 @@ void append(StepReport::Bytes& bytes, const T& value) {
 }  // namespace
 
 int StepReport::note_forward() {
-  if (layout_.repair.on() && exchanges()) follow_members();
+  if (exchange_.group.elastic() && exchanges()) follow_members();
   phases_.forward_began(Clock::now(), RingWork::waited_ns());
   take_answers();
   int answer = std::exchange(step_ended_, false) ? kStepEnded : 0;
@@ -130,20 +203,21 @@ void StepReport::computed(Clock::time_point now) {
   phases_.computed(now, RingWork::waited_ns(), RunDelay::of_this_thread());
 }
 
-void StepReport::finished(bool joining) {
+void StepReport::finished(Clock::time_point gradients_done, int64_t unused_bytes, bool joining) {
+  times_.end(gradients_done, unused_bytes, exchange_.local());
   const ReducerStats& stats = times_.stats();
   const uint64_t hash = std::exchange(step_hash_, 0);
   const bool some_gradient = std::exchange(some_gradient_, false);
   last_ = phases_.finished(Clock::now(), RingWork::waited_ns(), RunDelay::of_this_thread());
   step_ended_ = true;
   if (stats.launched_ns > 0) last_[kOnItsWay] = static_cast<float>(stats.finished_ns - stats.launched_ns) * 1e-9F;
-  for (std::size_t index = 0; index < layout_.store.size(); ++index)
-    if (const auto& report = layout_.store[index].report; report && layout_.store[index].sent_in == stats.steps)
+  for (std::size_t index = 0; index < store_.size(); ++index)
+    if (const auto& report = store_[index].report; report && store_[index].sent_in == stats.steps)
       last_[kCoding] += static_cast<float>(report->coding_ns) * 1e-9F;
   if (joining || !exchanges()) return;
   follow_members();
   // Within a view all members count the same steps: not one that counts with the parts of members lost in it.
-  if (layout_.group.first_unit()) return;
+  if (exchange_.group.first_unit()) return;
   if (rows_.size() == every_) rows_.erase(rows_.begin());
   rows_.push_back(last_);
   if (some_gradient) gradients_ = {hash_mix(gradients_.hash, hash), gradients_.steps + 1};
@@ -151,7 +225,7 @@ void StepReport::finished(bool joining) {
 }
 
 void StepReport::follow_members() {
-  const auto group = layout_.group.ring(c10::kCPU)->group();
+  const auto group = exchange_.group.ring(c10::kCPU)->group();
   if (members_.lock() == group) return;
   members_ = group;
   steps_ = 0;
@@ -159,14 +233,14 @@ void StepReport::follow_members() {
   rows_.clear();
   forget_gradients();
   window_.reset();
-  exchange_ = {};
+  sent_ = {};
   issued_before_ns_ = ended_before_ns_ = 0;
 }
 
 // For backends whose buckets end on the host.
 bool StepReport::exchanges() const {
-  if (every_ == 0 || layout_.local() || layout_.parameters.size() == 0) return false;
-  return layout_.parameters.tensors().front().is_cpu() && layout_.group.ring(c10::kCPU) != nullptr;
+  if (every_ == 0 || exchange_.local() || plan_.parameters.size() == 0) return false;
+  return plan_.parameters.tensors().front().is_cpu() && exchange_.group.ring(c10::kCPU) != nullptr;
 }
 
 bool StepReport::due(std::size_t steps) const {
@@ -185,8 +259,8 @@ std::optional<std::vector<StepReport::Bytes>> StepReport::take() {
 }
 
 void StepReport::take_answers() {
-  if (!exchange_.work || !exchange_.work->isCompleted()) return;
-  const Exchange ended = std::exchange(exchange_, {});
+  if (!sent_.work || !sent_.work->isCompleted()) return;
+  const Sent ended = std::exchange(sent_, {});
   if (!ended.work->isSuccess()) return;  // the group has failed: the next bucket throws
   ended.work->wait();
   issued_before_ns_ = ended.issued_ns;
@@ -213,14 +287,13 @@ void StepReport::exchange_if_due(bool joining) {
   std::vector<at::Tensor> sent{at::empty({static_cast<int64_t>(mine.size())}, at::kByte)};
   std::memcpy(sent[0].mutable_data_ptr(), mine.data(), mine.size());
   std::vector<std::vector<at::Tensor>> received(1);
-  for (int rank = 0; rank < layout_.group.ranks(); ++rank) received[0].push_back(at::empty_like(sent[0]));
+  for (int rank = 0; rank < exchange_.group.ranks(); ++rank) received[0].push_back(at::empty_like(sent[0]));
   const NamedScope scope("step report");
-  exchange_.issued_ns = now_ns();
-  exchange_.ended_ns = std::make_shared<std::atomic<int64_t>>(0);
-  exchange_.work = layout_.group.process_group()->allgather(received, sent);
-  exchange_.received = std::move(received[0]);
-  exchange_.work->getFuture()->addCallback(
-      [ended = exchange_.ended_ns](c10::ivalue::Future&) { ended->store(now_ns()); });
+  sent_.issued_ns = now_ns();
+  sent_.ended_ns = std::make_shared<std::atomic<int64_t>>(0);
+  sent_.work = exchange_.group.process_group()->allgather(received, sent);
+  sent_.received = std::move(received[0]);
+  sent_.work->getFuture()->addCallback([ended = sent_.ended_ns](c10::ivalue::Future&) { ended->store(now_ns()); });
 }
 
 StepReport::Bytes StepReport::packed(int64_t step) const {

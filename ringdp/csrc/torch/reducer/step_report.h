@@ -8,6 +8,9 @@
 // the end of one backward that averages gradients to the end of the next; micro-batches belong to the step that
 // averages them. Owned by the StepReport, used under the Reducer's lock. `waited_ns` is everywhere
 // RingWork::waited_ns().
+//
+// StepTimes: the times and bytes of a step, by the host's clock, without waiting for devices. BucketRow: the same for
+// one bucket. Both are parts of the StepReport.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,15 +21,72 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "base/core_probe.h"
-#include "torch/reducer/gradient_layout.h"
-#include "torch/reducer/reducer_group.h"
-#include "torch/reducer/reducer_stats.h"
+#include "torch/reducer/bucket_store.h"
+#include "torch/reducer/exchange.h"
+#include "torch/reducer/plan.h"
 
 namespace ringdp {
+
+// Timings of the last synchronised backward, and running totals.
+struct ReducerStats {
+  int64_t steps = 0;
+  int64_t buckets = 0;
+  int64_t bytes = 0;          // gradients of one step
+  double backward_s = 0;      // from the first output or gradient to the last gradient
+  double exposed_wait_s = 0;  // the end of backward waited for communication
+  double total_backward_s = 0;
+  double total_exposed_wait_s = 0;
+  // When that backward began, launched its first bucket, had its last gradient, and ended: ns of the steady clock.
+  int64_t began_ns = 0;
+  int64_t launched_ns = 0;
+  int64_t computed_ns = 0;
+  int64_t finished_ns = 0;
+  int64_t unused_bytes = 0;  // of parameters without gradient on this rank
+};
+
+class StepTimes {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  void begin();
+  void note_first_launch();
+  // The gradients were complete at `gradients_done`, and now the backward ends.
+  void end(Clock::time_point gradients_done, int64_t unused_bytes, bool local);
+
+  // A step sends the plan's kept buckets, and then single late ones.
+  void count_kept(const BucketPlan& plan);
+  void count_bucket(const BucketPlan& plan, std::size_t bucket);
+  const ReducerStats& stats() const { return stats_; }
+
+ private:
+  ReducerStats stats_;
+  Clock::time_point began_;
+};
+
+// The largest number of steps of a reducer of this process, alive or destroyed. Any thread.
+int64_t most_steps();
+
+// The cost of one bucket in its last sending.
+struct BucketRow {
+  std::size_t index = 0;
+  std::string name;
+  int reduction = -1;                   // -1: exact
+  bool free = false;                    // `choose` may give it another
+  std::vector<std::size_t> parameters;  // of the module, in the order of the buffer
+  std::size_t numel = 0;                // gradients
+  std::size_t bytes_before = 0;         // of the gradients in the bucket's dtype
+  // of the codes of one rank's gradients; for hook reductions equal to bytes_before
+  std::size_t bytes_after = 0;
+  double launched_s = 0;  // when it was launched, from the first bucket of that backward on
+  double coding_s = 0;    // spent on encoding and decoding in the core
+  double seconds = 0;     // from launch to the end of its reduction
+  double exposed_s = 0;   // the end of backward waited for it
+};
 
 // The measurements of each step, in seconds.
 enum StepField : std::size_t {
@@ -83,23 +143,29 @@ class StepReport {
   static constexpr int kWindowCame = 4;   // `take` has a new window
 
   // `every`: the steps of one exchange; 0: no exchange. The same on all ranks.
-  StepReport(GradientLayout& layout, const StepTimes& times, std::size_t every)
-      : layout_(layout), times_(times), every_(every) {}
+  StepReport(const Plan& plan, const Exchange& exchange, const BucketStore& store)
+      : plan_(plan), exchange_(exchange), store_(store), every_(plan.options.report_every) {}
 
   const ReducerStats& stats() const { return times_.stats(); }
+  std::vector<BucketRow> bucket_rows() const;
+  // A step sends the plan's kept buckets, and then single late ones.
+  void count_kept() { times_.count_kept(plan_.buckets); }
+  void count_bucket(std::size_t bucket) { times_.count_bucket(plan_.buckets, bucket); }
 
   int note_forward();
-  void backward_began();
+  void step_began() { times_.begin(), backward_began(); }
+  void backward_began();  // or a micro-batch's
   void micro_batch_gradient() { phases_.gradient_arrived(Clock::now()); }
   // After `backward_began`, of a backward that averages. `joining`: some ranks may repeat the others' operations
   // (torch's Join), and do not count: then no exchange.
   void exchange_if_due(bool joining);
   // The exchange for which the end of this backward waits, besides its buckets; null: none.
-  c10::intrusive_ptr<c10d::Work> under_way() const { return exchange_.work; }
-  void drop() { exchange_ = {}; }  // its members have changed
+  c10::intrusive_ptr<c10d::Work> under_way() const { return sent_.work; }
+  void drop() { sent_ = {}; }  // its members have changed
+  void note_first_launch() { times_.note_first_launch(); }
   void computed(Clock::time_point now);
-  // The backward has ended and counted.
-  void finished(bool joining);
+  // The backward has ended and counted. Its gradients were complete at `gradients_done`.
+  void finished(Clock::time_point gradients_done, int64_t unused_bytes, bool joining);
 
   // Called before a bucket with this rank's gradients is sent. Hashes some of its bytes, so that the ranks find out
   // whether they all compute the same gradients.
@@ -116,7 +182,7 @@ class StepReport {
   const StepRow& last_row() const { return last_; }
 
  private:
-  struct Exchange {
+  struct Sent {
     c10::intrusive_ptr<c10d::Work> work;
     std::vector<at::Tensor> received;
     int64_t issued_ns = 0;
@@ -130,9 +196,11 @@ class StepReport {
   void forget_gradients() { gradients_ = {}; }
   Bytes packed(int64_t step) const;
 
-  GradientLayout& layout_;
-  const StepTimes& times_;
+  const Plan& plan_;
+  const Exchange& exchange_;
+  const BucketStore& store_;
   const std::size_t every_;
+  StepTimes times_;
   StepPhases phases_;
   StepRow last_{};
   std::vector<StepRow> rows_;
@@ -148,7 +216,7 @@ class StepReport {
   Gradients gradients_;         // of the steps since the last exchange
   uint64_t step_hash_ = 0;      // of the buckets that were sent in this backward
   bool some_gradient_ = false;  // a gradient was not zero
-  Exchange exchange_;
+  Sent sent_;
   int64_t issued_before_ns_ = 0, ended_before_ns_ = 0;
   std::optional<std::vector<Bytes>> window_;
 };

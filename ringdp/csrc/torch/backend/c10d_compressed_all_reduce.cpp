@@ -1,4 +1,4 @@
-#include "torch/reducer/c10d_compressed_all_reduce.h"
+#include "torch/backend/c10d_compressed_all_reduce.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>

@@ -5,7 +5,7 @@
 // are torch's allocator's. Blocks return to the pool from any thread. When the last reducer has left, idle memory goes
 // back to the kernel.
 //
-// Owned by the GradientLayout, used under the reducer's lock.
+// Owned by the Buckets, used under the reducer's lock.
 #pragma once
 
 #include <cstddef>

@@ -1,17 +1,118 @@
-#include "torch/reducer/overflow_report.h"
+#include "torch/reducer/step_results.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/real.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "base/naming.h"
+#include "torch/backend/process_group.h"
 #include "torch/device/device_codec.h"
+#include "torch/reducer/messages.h"
 
 namespace ringdp {
+
+void UsedMap::write(const at::Tensor& marks) const {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  marks.fill_(1);
+  bool lacking = false;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (arrivals_.used(i)) continue;
+    marks.select(0, static_cast<int64_t>(i)).zero_();
+    lacking = true;
+  }
+  if (!lacking) marks.select(0, static_cast<int64_t>(parameters_.size())).zero_();
+}
+
+namespace {
+
+struct Sent {
+  at::Tensor map;
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
+Sent send_map(const std::vector<int32_t>& used, const at::Tensor& parameter, ReducerGroup& group,
+              const std::string& note = {}) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor map = at::tensor(used, at::kInt).to(group.control_device(parameter));
+  const NamedScope scope("which parameters were used" + note);
+  std::vector<at::Tensor> tensors{map};
+  return {map, group.process_group()->allreduce(tensors)};
+}
+
+}  // namespace
+
+void UsedMap::launch(const std::string& note) {
+  std::vector<int32_t> used(parameters_.size() + 1, 0);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) (arrivals_.used(i) ? used[i] : used.back()) = 1;
+  Sent sent = send_map(used, parameters_.tensors().front(), group_, note);
+  map_ = std::move(sent.map);
+  work_ = std::move(sent.work);
+}
+
+void shadow_used_map(const TrainableParameters& parameters, ReducerGroup& group, UsedHistory& history) {
+  if (auto before = std::exchange(history.before, nullptr)) before->wait();
+  const Sent sent = send_map(std::vector<int32_t>(parameters.size() + 1, 0), parameters.tensors().front(), group);
+  group.wait(*sent.work, sent.map.device());
+}
+
+void UsedMap::read(const at::Tensor& marks, bool wanted, int64_t step, bool joining) {
+  somewhere_.clear();
+  some_rank_lacks_ = false;
+  if (!plan_.required() && (wanted || looks_for_others(step, joining))) read_now(marks);
+  // The host waits for it only when it reads it, or one backward later: the device's buckets have not ended either.
+  if (group_.host_control()) {
+    if (work_) group_.ring(c10::kCPU)->finish_before_shutdown(work_);
+    std::swap(work_, history_.before);
+  }
+  if (auto work = std::exchange(work_, nullptr)) group_.wait(*work, map_.device());
+}
+
+void UsedMap::read_now(const at::Tensor& marks) {
+  at::Tensor counts;
+  if (work_) {
+    group_.wait(*std::exchange(work_, nullptr), map_.device());
+    counts = map_;
+  } else {
+    if (!marks.defined()) return;
+    counts = at::real(marks);
+  }
+  const at::Tensor flags = counts.gt(0).cpu().contiguous();
+  const bool* flag = flags.const_data_ptr<bool>();
+  somewhere_.assign(flag, flag + parameters_.size());
+  some_rank_lacks_ = flag[parameters_.size()];
+}
+
+bool UsedMap::looks_for_others(int64_t step, bool joining) const {
+  if (!warns() || history_.ranks_named || joining) return false;
+  if (group_.elastic()) return false;  // it takes an operation after the step
+  const bool cheap = parameters_.tensors().front().is_cpu() && !group_.host_control();
+  return group_.ranks() > 1 && (cheap || (step & (step - 1)) == 0);
+}
+
+void UsedMap::warn(const std::vector<std::size_t>& missing, int64_t step, bool joining) {
+  if (!warns()) return;
+  std::vector<std::vector<uint8_t>> ranks;
+  if (looks_for_others(step, joining) && some_rank_lacks_) {
+    history_.ranks_named = true;
+    std::vector<uint8_t> mine;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) mine.push_back(arrivals_.used(i) ? 1 : 0);
+    ranks = group_.gather(mine, group_.control_device(parameters_.tensors().front()), "which ranks lack gradients");
+  }
+  if (missing.empty() || std::exchange(history_.warned, true)) return;
+  const std::string which = ranks.empty() ? unused_here(missing, somewhere_, parameters_.names())
+                                          : unused_by_ranks(ranks, parameters_.names());
+  TORCH_WARN(
+      "parameters without gradient in step ", step, " on rank ", group_.rank(), ". ", which,
+      " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
+}
 
 namespace {
 

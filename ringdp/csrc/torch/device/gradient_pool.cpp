@@ -1,4 +1,4 @@
-#include "torch/reducer/gradient_pool.h"
+#include "torch/device/gradient_pool.h"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

@@ -1,3 +1,11 @@
+// Exchange: what a step sends besides its own state, and what comes of it: the group, the weights of the batches, the
+// reduction of a bucket with its compression, whether something was not finite, and the first failure. Invariant: all
+// of it outlives the steps; the ranks have made the same calls on it. Owned by the Reducer, used under its lock.
+//
+// StepFailure: the first failure after which the ranks no longer agree. After it no step begins. Called by the threads
+// that run backward, with or without the reducer's lock, because waits for buckets run without it; it takes that lock
+// itself to keep a failure.
+//
 // BucketReducer: reduces one full bucket to its mean over the ranks: `launch` chooses the strategy and starts the
 // operation, `wait` ends it. It keeps the order of the group's operations, and announces each bucket where another
 // backend reduces it. Owned by the Reducer, called under its lock (but `wait` and `follow_announcements`, which are
@@ -19,17 +27,25 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
 
+#include "engine/elastic_group.h"
 #include "engine/group_state.h"
 #include "torch/reducer/bucket.h"
+#include "torch/reducer/forwards.h"
 #include "torch/reducer/gradient_compression.h"
-#include "torch/reducer/overflow_report.h"
+#include "torch/reducer/gradient_weights.h"
+#include "torch/reducer/plan.h"
 #include "torch/reducer/reducer_group.h"
 #include "torch/reducer/reduction_strategy.h"
+#include "torch/reducer/step_results.h"
 
 namespace ringdp {
 
@@ -123,6 +139,93 @@ class BucketReducer {
   HookStrategy hook_;
   BucketAnnouncer announcer_;
   ReductionStrategy* last_ = nullptr;  // that launched the last bucket
+};
+
+class StepFailure {
+ public:
+  // `step`: the number of the present or last one.
+  StepFailure(std::recursive_mutex& mutex, const int64_t& step) : mutex_(mutex), step_(step) {}
+
+  // Runs `action`, and keeps the text of its exception. After Error(kMembership) the program may continue.
+  template <class Action>
+  auto keeping(Action&& action) {
+    try {
+      return std::forward<Action>(action)();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kMembership) keep(current_error_text());
+      throw;
+    } catch (...) {
+      keep(current_error_text());
+      throw;
+    }
+  }
+  // The same for an operation of this step; its exception gets the operation's name. `bucket` is -1 if it is not a
+  // bucket's.
+  template <class Action>
+  void keeping_in(int64_t bucket, const std::string& name, Action&& action) {
+    std::exception_ptr loss;
+    keeping([&] {
+      in_bucket(bucket, name, step_, [&] {
+        try {
+          std::forward<Action>(action)();
+        } catch (const Error& error) {
+          if (!lost_ || !is_loss(error)) throw;
+          loss = std::current_exception();
+        } catch (...) {  // a hook's version of the same failure
+          if (!lost_ || !lost_()) throw;
+          loss = std::make_exception_ptr(Error(ErrorKind::kPeerLost, current_error_text()));
+        }
+      });
+    });
+    if (loss) std::rethrow_exception(loss);
+  }
+  // The loss of a member is not a failure: the step is repeated (StepRepair). `lost`: whether the present members have
+  // lost one.
+  void let_losses_pass(std::function<bool()> lost) { lost_ = std::move(lost); }
+
+  // The text of that exception; empty: there was none. Under the lock.
+  const std::string& text() const { return text_; }
+  void forget() { text_.clear(); }
+  void throw_if_any() const;
+
+ private:
+  void keep(std::string text) {
+    const std::lock_guard lock(mutex_);
+    if (text_.empty()) text_ = std::move(text);
+  }
+
+  std::recursive_mutex& mutex_;
+  const int64_t& step_;
+  std::string text_;
+  std::function<bool()> lost_;  // empty: each loss is a failure
+};
+
+class Exchange {
+ public:
+  Exchange(ReducerGroup& group, Plan& plan, std::recursive_mutex& mutex);
+
+  ReducerGroup& group;
+  GradientWeights weights;
+  GradientCompression compression;
+  OverflowReport overflow;
+  BucketReducer buckets;
+  Forwards forwards;
+  UsedHistory used;
+  int64_t step = 0;  // the number of the present or last one: counts the backwards that synchronise
+  StepFailure failure;
+
+  // With one rank: nothing is sent, and gradients stay in autograd's memory.
+  bool local() const;
+  // Whether hooks may issue operations after the last bucket was launched.
+  bool calls_back() const { return buckets.has_hook() || plan_.reductions.calls_back(); }
+  // Throws the failure of ring's group if another backend reduces the buckets.
+  void throw_if_group_failed();
+  // Asks rank 0 for the order of the gradients, if the plan has not learned it yet; else, or before there are any, an
+  // empty one.
+  std::vector<int32_t> ask_for_order(const std::vector<std::size_t>& arrivals, const std::vector<bool>& used_somewhere);
+
+ private:
+  const Plan& plan_;
 };
 
 }  // namespace ringdp

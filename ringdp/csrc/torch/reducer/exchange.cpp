@@ -1,8 +1,9 @@
-#include "torch/reducer/bucket_reducer.h"
+#include "torch/reducer/exchange.h"
 
 #include <set>
 #include <utility>
 
+#include "base/error.h"
 #include "base/naming.h"
 #include "codec/codec.h"
 #include "collective/algorithm_table.h"
@@ -179,6 +180,44 @@ FuturePointer BucketReducer::shadow(Bucket& bucket, c10d::GradBucket& zeros, int
   ReductionStrategy& strategy = begin(bucket, zeros.getBuffer(), step, /*shadowing=*/true);
   announcer_.announce(bucket, zeros.getBuffer(), strategy);
   return strategy.shadow(bucket, zeros);
+}
+
+void StepFailure::throw_if_any() const {
+  if (text_.empty()) return;
+  ErrorContext context;
+  context.cause = text_;
+  context.advice = "the ranks no longer agree: leave the process group and restart from a checkpoint";
+  throw Error(ErrorKind::kState, "reducing gradients failed in step " + std::to_string(step_) + ": " + text_, context);
+}
+
+Exchange::Exchange(ReducerGroup& on, Plan& plan, std::recursive_mutex& mutex)
+    : group(on),
+      weights(group, plan.parameters, plan.options.weighted),
+      compression(plan.parameters, plan.reductions, group),
+      overflow(plan.parameters),
+      buckets(group, plan.parameters, compression, overflow),
+      failure(mutex, step),
+      plan_(plan) {
+  if (const std::shared_ptr<ElasticGroup> elastic = group.elastic())
+    failure.let_losses_pass([elastic] { return is_loss(elastic->group()->failure()); });
+}
+
+bool Exchange::local() const {
+  return group.ranks() == 1 && !plan_.options.alone && !buckets.has_hook() && !group.elastic();
+}
+
+void Exchange::throw_if_group_failed() {
+  const std::vector<at::Tensor>& parameters = plan_.parameters.tensors();
+  if (!local() && !parameters.empty()) buckets.throw_if_failed(parameters.front().device().type());
+}
+
+std::vector<int32_t> Exchange::ask_for_order(const std::vector<std::size_t>& arrivals,
+                                             const std::vector<bool>& used_somewhere) {
+  std::vector<int32_t> order;
+  if (plan_.buckets.order_known() || local() || plan_.parameters.size() == 0) return order;
+  failure.keeping_in(-1, "order of the gradients",
+                     [&] { plan_.exchange_order(group, arrivals, used_somewhere, order); });
+  return order;
 }
 
 }  // namespace ringdp
