@@ -38,17 +38,17 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
         InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
-    if group is None:
-        return checked()
-    settings, difference = checked_alike(
-        checked, Settings.lines, group, operation=_COMPARING, what="sampler", doing="make its BalancedSampler"
-    )
-    if difference is None:
-        return settings
-    name, _, mine = difference.mine.partition(": ")
-    raise difference.error(
-        f"the ranks' BalancedSamplers differ: {name} is {mine} on rank {difference.rank} and"
-        f" {difference.theirs.partition(': ')[2]} on rank {difference.peer}. Give all ranks the same arguments."
+    return checked_alike(
+        checked,
+        Settings.lines,
+        group,
+        operation=_COMPARING,
+        what="sampler",
+        doing="make its BalancedSampler",
+        words=lambda one, mine, theirs: (
+            f"the ranks' BalancedSamplers differ: {mine.partition(': ')[0]} is {mine.partition(': ')[2]} on rank"
+            f" {one.rank} and {theirs.partition(': ')[2]} on rank {one.peer}. Give all ranks the same arguments."
+        ),
     )
 
 
