@@ -122,8 +122,7 @@ def train(
             model,
             optimizer,
             every=options.every,
-            fragments=options.fragments,
-            delay=options.delay,
+            fragments=ringdp.Fragments(options.fragments, options.delay),
             compression=options.compression,
             process_group=between,  # None: all ranks are in one place, and already equal
         )

@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ringdp.init()
     rank, ranks = ringdp.rank(), ringdp.world_size()
     ratings = Ratings(options.users, options.films, options.seed)
-    sizes = {"optimizer": "adagrad", "lr": 0.1, "std": 0.1, "mode": "none", "wire": options.wire}
-    users = ringdp.nn.ShardedEmbedding(options.users, options.dim, seed=1, **sizes)
-    films = ringdp.nn.ShardedEmbedding(options.films, options.dim, seed=2, **sizes)
+    sizes = {"optimizer": "adagrad", "lr": 0.1, "mode": "none", "wire": options.wire}
+    users = ringdp.nn.ShardedEmbedding(options.users, options.dim, weight=ringdp.nn.Normal(std=0.1, seed=1), **sizes)
+    films = ringdp.nn.ShardedEmbedding(options.films, options.dim, weight=ringdp.nn.Normal(std=0.1, seed=2), **sizes)
     torch.manual_seed(options.seed)
     model = ringdp.RingDP(Scores(options.dim))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -46,13 +46,14 @@ if TYPE_CHECKING:
         shutdown,
         world_size,
     )
-    from ringdp.rounds import DiLoCo, LocalSGD, levels
+    from ringdp.rounds import DiLoCo, Fragments, LocalSGD, levels
 
 __all__ = [
     "Compression",
     "DamagedDataError",
     "DiLoCo",
     "ExpelledError",
+    "Fragments",
     "GradientOverflowError",
     "Guard",
     "HandshakeError",
@@ -105,7 +106,7 @@ _HOME |= {
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
-_HOME |= dict.fromkeys(("DiLoCo", "LocalSGD", "levels"), "rounds")
+_HOME |= dict.fromkeys(("DiLoCo", "Fragments", "LocalSGD", "levels"), "rounds")
 
 
 def _load(name: str) -> Any:

@@ -52,6 +52,7 @@ FEATURES = {
     "python compressor": "compression by {name}, which runs in Python,",
     "rounds compressor": "compression by {name}, whose `average` gets whole buckets,",
     "auto": 'compression="auto"',
+    "rules": "rules of a Compression",
     "choosing": 'compression="auto", where it chooses among codecs,',
     "measure_compression": "measure_compression",
     "join": "torch's Join",
@@ -165,8 +166,12 @@ TABLE = (
     Row("weight", "delayed all-reduce", "that all-reduce counts all ranks the same", "leave out one of them"),
     Row("weight", "compiled backward", "its means are in the graph", "leave out one of them"),
     Row("auto", "compressed kvstore", "only RingDP measures while it trains", "name a compressor"),
-    Row("warmup_steps", "ddp_hook", "a hook does not count steps", "use RingDP, or register it later"),
     Row("auto", "ddp_hook", "only RingDP measures while it trains", "name a compressor"),
+    Row("auto", "rounds", "only RingDP measures while it trains", "name a compressor"),
+    Row("rules", "compressed kvstore", "all keys have one compressor", "give that"),
+    Row("rules", "rounds", "all changes have one codec, those of biases and norms too", "give that"),
+    Row("warmup_steps", "compressed kvstore", "a store does not count steps", "call set_gradient_compression later"),
+    Row("warmup_steps", "ddp_hook", "a hook does not count steps", "use RingDP, or register it later"),
 )
 
 _ROWS = {(row.feature, row.other): row for row in TABLE}

@@ -5,14 +5,17 @@ Each returns the value, and raises InvalidArgumentError. `who` is the class or f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ringdp.errors import InvalidArgumentError
 
 _MOST_SHOWN = 80  # characters of a value
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def whole(who: str, name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
@@ -49,3 +52,23 @@ def refuse(who: str, name: str, value: Any, allowed: str) -> NoReturn:
     if len(shown) > _MOST_SHOWN:
         shown = type(value).__name__
     raise InvalidArgumentError(f"{who}: {name} must be {allowed}, not {shown}")
+
+
+def moved(who: str, places: dict[str, str]) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A decorator of a function with fewer arguments than it had: for one that it had a TypeError names its place.
+
+    Args:
+        places: by the old argument's name, the expression that has it now.
+    """
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @functools.wraps(function)
+        def call(*positional: Given.args, **named: Given.kwargs) -> Result:
+            for name in named:
+                if name in places:
+                    raise TypeError(f"{who} has no argument {name!r}: {places[name]} has it")
+            return function(*positional, **named)
+
+        return call
+
+    return decorate

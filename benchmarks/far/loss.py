@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {},
     "int8": {"compression": "int8"},
     "int4": {"compression": "int4"},
-    "DiLoCo, 50 steps, int4": {"every": 50, "fragments": 4, "delay": 5, "compression": "int4"},
+    "DiLoCo, 50 steps, int4": {"every": 50, "fragments": ringdp.Fragments(4, delay=5), "compression": "int4"},
 }
 FILE = FOLDER / "far.json"
 LEAST_STEPS, LEAST_S = 6, 8.0  # of `pace`, in each way
@@ -57,7 +57,8 @@ class Training:
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.inner, lambda step: min(1.0, (step + 1) / 100))
         if in_rounds:
-            self.rounds = ringdp.DiLoCo(self.module, self.inner, warmup_steps=warm_up, process_group=group, **chosen)
+            chosen["compression"] = ringdp.Compression(chosen.get("compression"), warmup_steps=warm_up)
+            self.rounds = ringdp.DiLoCo(self.module, self.inner, process_group=group, **chosen)
         self.draw = torch.Generator().manual_seed(dist.get_rank())
 
     def step(self) -> None:

@@ -31,7 +31,7 @@ from benchmarks.lib import session
 from benchmarks.lib.measure import interval, table
 from examples.char_lm import GPT
 
-STREAMING: dict[str, Any] = {"fragments": 4, "delay": 5}
+STREAMING: dict[str, Any] = {"fragments": ringdp.Fragments(4, delay=5)}
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 # One outer step.
 

@@ -101,8 +101,7 @@ class Trainee:
             optimizer="sgd",
             lr=_RATE,
             wire=SHARDED[way],
-            weight=initial(rows, dim) if rows == _SMALL_ROWS else None,
-            std=0.1,
+            weight=initial(rows, dim) if rows == _SMALL_ROWS else ringdp.nn.Normal(std=0.1),
             group=group,
         )
         dense = ringdp.RingDP(make_dense(dim), process_group=group)

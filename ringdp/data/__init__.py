@@ -1,5 +1,6 @@
 """The samples of each rank: batches whose split over the ranks follows their speed."""
 
 from ringdp.data.sampler import BalancedSampler
+from ringdp.data.settings import Limits
 
-__all__ = ["BalancedSampler"]
+__all__ = ["BalancedSampler", "Limits"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ringdp.data.plans import Plan, Plans
 from ringdp.data.settings import Settings, why_no_split
 from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth_it
-from ringdp.data.split import Limits, Pace, shares, split
+from ringdp.data.split import Pace, RankLimits, shares, split
 from ringdp.errors import InvalidStateError, MismatchError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.background_gather import BackgroundGather, group_for_background
@@ -38,17 +38,17 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
         InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
-    if group is None:
-        return checked()
-    settings, difference = checked_alike(
-        checked, Settings.lines, group, operation=_COMPARING, what="sampler", doing="make its BalancedSampler"
-    )
-    if difference is None:
-        return settings
-    name, _, mine = difference.mine.partition(": ")
-    raise difference.error(
-        f"the ranks' BalancedSamplers differ: {name} is {mine} on rank {difference.rank} and"
-        f" {difference.theirs.partition(': ')[2]} on rank {difference.peer}. Give all ranks the same arguments."
+    return checked_alike(
+        checked,
+        Settings.lines,
+        group,
+        operation=_COMPARING,
+        what="sampler",
+        doing="make its BalancedSampler",
+        words=lambda one, mine, theirs: (
+            f"the ranks' BalancedSamplers differ: {mine.partition(': ')[0]} is {mine.partition(': ')[2]} on rank"
+            f" {one.rank} and {theirs.partition(': ')[2]} on rank {one.peer}. Give all ranks the same arguments."
+        ),
     )
 
 
@@ -152,7 +152,7 @@ class Agreement:
             short = [rank for rank, most in enumerate(plan.limits.most) if most < self._settings.limits.most[rank]]
             raise InvalidStateError(
                 f"BalancedSampler: since rank {short[0]} ran out of memory {problem}. Restart with a smaller"
-                " global_batch, more ranks, or a smaller least=",
+                " global_batch, more ranks, or a smaller least",
                 rank=self._rank,
                 peer=short[0],
                 step=reports[0].step,
@@ -200,7 +200,7 @@ def decide(reports: list[Report], settings: Settings, current: Plan, changed_ste
         reports: by rank, of one step.
         changed_step: the step of the reports of which the current paces came.
     """
-    limits = Limits(settings.limits.least, tuple(one.most for one in reports), settings.limits.multiple)
+    limits = RankLimits(settings.limits.least, tuple(one.most for one in reports), settings.limits.multiple)
     paces = _faster(reports, settings, Plan(current.paces, limits), changed_step) or current.paces
     found = Plan(paces, limits)
     return None if found == current else found

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringdp.data.split import Limits, Pace
+from ringdp.data.split import Pace, RankLimits
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
     """
 
     paces: tuple[Pace, ...]
-    limits: Limits
+    limits: RankLimits
 
 
 class Plans:

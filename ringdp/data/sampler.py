@@ -17,7 +17,7 @@ from ringdp import values
 from ringdp.data.agreement import Agreement, compare_settings
 from ringdp.data.order import GlobalBatches
 from ringdp.data.plans import Drawn, Plan, Plans
-from ringdp.data.settings import Settings
+from ringdp.data.settings import Limits, Settings
 from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
@@ -44,12 +44,9 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         seed: of the order of the samples.
         shuffle: False: the dataset's own order in every epoch.
         drop_last: leave out the samples that do not fill a global batch at the end of an epoch. Otherwise the last
-            batch is short; there `least` and `multiple` are kept as far as its samples allow.
+            batch is short, and keeps limits as far as its samples allow.
         balance: ``"speed"``: by measured times; ``"equal"``; or a number for each rank, which gets that share.
-        least: samples that a rank gets at least, or a number for each rank. With 0 a rank may get an empty batch, which
-            the DataLoader's ``collate_fn`` has to take.
-        most: samples that a rank gets at most (its memory), or a number for each rank.
-        multiple: each rank's number of samples is a multiple of this.
+        limits: how many samples a rank gets: a `ringdp.data.Limits`; by default one at least.
         cost: the work of a sample by its index, a number from 0 on, such as its length: each rank gets a share of work
             instead of samples. It must give the same on all ranks.
         group: the ranks among which batches are split; the default process group if None.
@@ -60,6 +57,9 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         InvalidStateError: several ranks and no process group.
     """
 
+    @values.moved(
+        "BalancedSampler", {name: f"limits=ringdp.data.Limits({name}=…)" for name in ("least", "most", "multiple")}
+    )
     def __init__(
         self,
         dataset: Sized | int,
@@ -69,9 +69,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
         balance: str | Sequence[float] = "speed",
-        least: int | Sequence[int] = 1,
-        most: int | Sequence[int] | None = None,
-        multiple: int = 1,
+        limits: Limits | None = None,
         cost: Callable[[int], float] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -89,9 +87,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 shuffle=shuffle,
                 drop_last=drop_last,
                 balance=balance,
-                least=least,
-                most=most,
-                multiple=multiple,
+                limits=Limits() if limits is None else limits,
                 has_cost=cost is not None,
             )
 

@@ -11,11 +11,41 @@ from torch.utils.data import IterableDataset
 
 from ringdp import values
 from ringdp.data.order import GlobalBatches
-from ringdp.data.split import Limits, Pace
+from ringdp.data.split import Pace, RankLimits
 from ringdp.errors import InvalidArgumentError
 
 _BY_SPEED = "speed"
 _WHO = "BalancedSampler"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many samples of a batch a rank gets: ``BalancedSampler(…, limits=Limits(least=4, multiple=4))``.
+
+    Args:
+        least: samples that a rank gets at least, or a number for each rank. With 0 a rank may get an empty batch, which
+            the DataLoader's ``collate_fn`` has to take.
+        most: samples that a rank gets at most (its memory), or a number for each rank; None: the whole batch.
+        multiple: each rank's number of samples is a multiple of this.
+
+    Raises:
+        InvalidArgumentError: another value.
+    """
+
+    least: int | Sequence[int] = 1
+    most: int | Sequence[int] | None = None
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        _of_each("least", self.least, 0)
+        if self.most is not None:
+            _of_each("most", self.most, 1)
+        values.whole("Limits", "multiple", self.multiple, 1)
+
+    def of_ranks(self, ranks: int, size: int) -> RankLimits:
+        """Of batches of `size` samples. Raises InvalidArgumentError where there is not a number for each rank."""
+        most = size if self.most is None else self.most
+        return RankLimits(_of_each("least", self.least, 0, ranks), _of_each("most", most, 1, ranks), self.multiple)
 
 
 @dataclass(frozen=True)
@@ -31,7 +61,7 @@ class Settings:
     """
 
     batches: GlobalBatches
-    limits: Limits
+    limits: RankLimits
     paces: tuple[Pace, ...]
     by_speed: bool
     has_cost: bool
@@ -51,33 +81,31 @@ class Settings:
         shuffle: bool,
         drop_last: bool,
         balance: str | Sequence[float],
-        least: int | Sequence[int],
-        most: int | Sequence[int] | None,
-        multiple: int,
+        limits: Limits,
         has_cost: bool,
     ) -> Settings:
         """Checks the arguments. Raises InvalidArgumentError, which names the argument and the values it takes."""
         length = _length(dataset)
         size = values.whole(_WHO, "global_batch", global_batch, 1)
-        times = values.whole(_WHO, "multiple", multiple, 1)
         values.whole(_WHO, "seed", seed)
         batches = GlobalBatches(length, size, seed, bool(shuffle), bool(drop_last))
-        limits = Limits(
-            _of_each("least", least, ranks, 0), _of_each("most", size if most is None else most, ranks, 1), times
-        )
-        _check_batch(size, limits)
+        if not isinstance(limits, Limits):
+            values.refuse(_WHO, "limits", limits, "a ringdp.data.Limits")
+        of_ranks = limits.of_ranks(ranks, size)
+        _check_batch(size, of_ranks)
         if batches.count == 0:
             raise InvalidArgumentError(
                 f"BalancedSampler: {length} samples do not fill one global batch of {size}, and drop_last=True leaves"
                 " them out"
             )
         short = batches.last_size
-        if short < sum(min(1, low) for low in limits.least):
+        if short < sum(min(1, low) for low in of_ranks.least):
             raise InvalidArgumentError(
                 f"BalancedSampler: the last batch of an epoch has {short} samples for {ranks} ranks: give"
-                " drop_last=True, another global_batch, or least=0 with a collate_fn that takes an empty batch"
+                " drop_last=True, another global_batch, or Limits(least=0) with a collate_fn that takes an empty batch"
             )
-        return cls(batches, limits, _paces(balance, ranks), isinstance(balance, str) and balance == _BY_SPEED, has_cost)
+        by_speed = isinstance(balance, str) and balance == _BY_SPEED
+        return cls(batches, of_ranks, _paces(balance, ranks), by_speed, has_cost)
 
     def lines(self) -> list[str]:
         """The settings as text, a line each, to be compared between ranks."""
@@ -129,15 +157,16 @@ def _length(dataset: Sized | int) -> int:
     return values.whole(_WHO, "the dataset's length", length, 1)
 
 
-def _of_each(name: str, value: int | Sequence[int], ranks: int, least: int) -> tuple[int, ...]:
+def _of_each(name: str, value: int | Sequence[int], least: int, ranks: int | None = None) -> tuple[int, ...]:
     if isinstance(value, int):
-        return (values.whole(_WHO, name, value, least),) * ranks
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != ranks:
-        values.refuse(_WHO, name, value, f"a number, or one for each of the {ranks} ranks")
-    return tuple(values.whole(_WHO, name, one, least) for one in value)
+        return (values.whole("Limits", name, value, least),) * (ranks or 1)
+    if not isinstance(value, Sequence) or isinstance(value, str) or ranks not in (None, len(value)):
+        each = "rank" if ranks is None else f"of the {ranks} ranks"
+        values.refuse("Limits", name, value, f"a number, or one for each {each}")
+    return tuple(values.whole("Limits", name, one, least) for one in value)
 
 
-def _check_batch(size: int, limits: Limits) -> None:
+def _check_batch(size: int, limits: RankLimits) -> None:
     """A full batch can be split within the limits."""
     if size % limits.multiple:
         raise InvalidArgumentError(
@@ -147,7 +176,7 @@ def _check_batch(size: int, limits: Limits) -> None:
         raise InvalidArgumentError(f"BalancedSampler: {problem}")
 
 
-def why_no_split(size: int, limits: Limits) -> str | None:
+def why_no_split(size: int, limits: RankLimits) -> str | None:
     """Why a full batch of `size` samples cannot be split within the limits; None where it can."""
     for rank, (low, high) in enumerate(limits.units):
         if low > high:

@@ -32,7 +32,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RankLimits:
     """How many samples each rank may get.
 
     Attributes:
@@ -52,7 +52,7 @@ class Limits:
             (-(-low // self.multiple), high // self.multiple) for low, high in zip(self.least, self.most, strict=True)
         ]
 
-    def for_batch(self, total: int, size: int) -> Limits:
+    def for_batch(self, total: int, size: int) -> RankLimits:
         """The limits of a batch of `total` samples, where `size` are usual: a short one cannot keep all of them."""
         if total >= size:
             return self
@@ -61,9 +61,9 @@ class Limits:
         if total % multiple == 0 and low <= total:
             return self
         if sum(self.least) <= total:
-            return Limits(self.least, self.most, 1)
+            return RankLimits(self.least, self.most, 1)
         one = 1 if total >= len(self.least) else 0
-        return Limits(tuple(min(one, low) for low in self.least), self.most, 1)
+        return RankLimits(tuple(min(one, low) for low in self.least), self.most, 1)
 
 
 def shares(paces: Sequence[Pace], total: float, low: Sequence[float], high: Sequence[float]) -> list[float]:
@@ -98,7 +98,7 @@ def shares(paces: Sequence[Pace], total: float, low: Sequence[float], high: Sequ
     return result
 
 
-def counts(wanted: Sequence[float], total: int, limits: Limits) -> list[int]:
+def counts(wanted: Sequence[float], total: int, limits: RankLimits) -> list[int]:
     """Whole samples of each rank, nearest to `wanted` within the limits; their sum is `total`.
 
     Args:
@@ -117,7 +117,7 @@ def counts(wanted: Sequence[float], total: int, limits: Limits) -> list[int]:
     return [it * multiple for it in given]
 
 
-def split(paces: Sequence[Pace], size: int, limits: Limits, costs: Sequence[float] | None, total: int) -> list[int]:
+def split(paces: Sequence[Pace], size: int, limits: RankLimits, costs: Sequence[float] | None, total: int) -> list[int]:
     """How many samples of a batch each rank gets; the first ones are rank 0's, the next ones rank 1's, and so on.
 
     Args:

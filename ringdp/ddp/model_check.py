@@ -5,7 +5,7 @@ Ranks compare a hash; only where it differs they exchange the descriptions, as U
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,8 +16,7 @@ from ringdp.compression.parameters import clean_name
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, shape_text
 from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.errors import MismatchError
-from ringdp.job.agreement import raise_refusal
-from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.agreement import difference
 
 _SETTING = "setting"
 
@@ -80,19 +79,16 @@ def check_same_model(
         return (kind,)
     tensors = held_by(module, ignored=ignored, ranks=dist.get_process_group_ranks(group))
     entries = [*_entries(tensors), *(_Entry.of_setting(name, value) for name, value in settings.items())]
-    text = "\n".join([compression or "", kind, *(entry.line() for entry in entries)]).encode()
-    gathered = all_gather_where_different(text, group, what="model", device=device)
-    if gathered is None:
+    lines = [compression or "", kind, *(entry.line() for entry in entries)]
+    found = difference(lines, group, what="model", doing="wrap its model", device=device)
+    if found is None:
         return (kind,) * group.size()
-    me = group.rank()
-    raise_refusal(gathered, me, "wrap its model")
-    choices, kinds = zip(*(text.decode().split("\n")[:2] for text in gathered), strict=True)
-    models, given = zip(*(_parse(text) for text in gathered), strict=True)
-    other = next((rank for rank, model in enumerate(models) if model != models[me]), None)
-    if other is not None:
+    me = found.rank
+    choices, kinds = zip(*(theirs[:2] for theirs in found.by_rank), strict=True)
+    models, given = zip(*map(_parse, found.by_rank), strict=True)
+    if (other := found.first_other(models)) is not None:
         raise _difference(models[me], models[other], me=me, other=other)
-    other = next((rank for rank, choice in enumerate(choices) if bool(choice) != bool(choices[me])), None)
-    if other is not None:
+    if (other := found.first_other([bool(choice) for choice in choices])) is not None:
         mine, theirs = choices[me] or None, choices[other] or None
         raise MismatchError(
             f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
@@ -101,8 +97,7 @@ def check_same_model(
             peer=other,
             operation=COMPARING_MODELS,
         )
-    other = next((rank for rank, one in enumerate(given) if one != given[me]), None)
-    if other is not None:
+    if (other := found.first_other(given)) is not None:
         mine, theirs = given[me], given[other]
         name = next(name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name))
         raise MismatchError(
@@ -112,7 +107,7 @@ def check_same_model(
             peer=other,
             operation=COMPARING_MODELS,
         )
-    if len(set(gathered)) == 1:  # the hash differed and the text does not: memory or network is not sound
+    if found.first_other(found.by_rank) is None:  # the hashes differ: memory or network is not sound
         raise MismatchError("the ranks' hashes of the same model differ", rank=me)
     return kinds
 
@@ -148,10 +143,9 @@ def _types(tensor: torch.Tensor, parameter: bool) -> str:
     return own if gradients == tensor.dtype else f"{own}, grad_dtype {str(gradients).removeprefix('torch.')}"
 
 
-def _parse(text: bytes) -> tuple[list[_Entry], dict[str, str]]:
+def _parse(lines: Sequence[str]) -> tuple[list[_Entry], dict[str, str]]:
     """The model's entries, and the settings."""
-    _, _, *lines = text.decode().split("\n")
-    entries = [_Entry(*line.split("\t")) for line in lines]
+    entries = [_Entry(*line.split("\t")) for line in lines[2:]]
     model = [entry for entry in entries if entry.kind != _SETTING]
     return model, {entry.name: entry.dtype for entry in entries if entry.kind == _SETTING}
 

@@ -27,9 +27,8 @@ from ringdp.ddp.refusal import COMPARING_MODELS
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
-from ringdp.job.agreement import raise_refusal, report_refusal
+from ringdp.job.agreement import difference, report_refusal
 from ringdp.job.backend import backend_name, named
-from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.job.elastic import as_unit
 
 _log = logging.getLogger("ringdp.parallel")
@@ -91,10 +90,10 @@ class ParameterChanges:
         """The name under which the ranks compare them."""
         return f"{COMPARING_MODELS}: {self}"
 
-    def text(self) -> str:
+    def lines(self) -> list[str]:
         """The text that the ranks compare; its first line is for people."""
         lists = (self.replaced, self.added, self.removed, tuple(f"{old}\t{new}" for new, old in self.renamed.items()))
-        return "\n".join([str(self), *("\t".join(names) for names in lists)])
+        return [str(self), *("\t".join(names) for names in lists)]
 
     def __str__(self) -> str:
         parts = [
@@ -274,15 +273,12 @@ def agree(
     """
     try:
         with named(changes.operation):
-            gathered = all_gather_where_different(
-                changes.text().encode(), group, what="changed parameters", device=device
-            )
-            if gathered is not None:
-                me = group.rank()
-                raise_refusal(gathered, me, "follow that")
-                other = next(rank for rank, text in enumerate(gathered) if text != gathered[me])
-                theirs = gathered[other].decode().split("\n")[0]
-                raise MismatchError(f"on rank {other} {theirs}.", rank=me, peer=other, operation=COMPARING_MODELS)
+            found = difference(changes.lines(), group, what="changed parameters", doing="follow that", device=device)
+            if found is not None:
+                _, theirs = found.lines
+                raise MismatchError(
+                    f"on rank {found.peer} {theirs[0]}.", rank=found.rank, peer=found.peer, operation=COMPARING_MODELS
+                )
             check_same_model(module, group, device, ignored=ignored)
     except MismatchError as error:
         fields = {field: getattr(error, field) for field in MismatchError._fields}

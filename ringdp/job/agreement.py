@@ -52,63 +52,96 @@ def raise_refusal(gathered: Sequence[bytes], rank: int, what: str) -> None:
 
 
 class Difference(NamedTuple):
-    """The first rank whose lines differ from this rank's, and the first such line of both."""
+    """The lines of all ranks, which are not equal; those of `peer` are the first that differ from this rank's."""
 
     rank: int
     peer: int
-    mine: str
-    theirs: str
-    operation: str
+    by_rank: list[list[str]]
 
-    def error(self, words: str) -> MismatchError:
-        return MismatchError(words, rank=self.rank, peer=self.peer, operation=self.operation)
+    @property
+    def lines(self) -> tuple[list[str], list[str]]:
+        """This rank's and the peer's."""
+        return self.by_rank[self.rank], self.by_rank[self.peer]
+
+    def first_other(self, values: Sequence[object]) -> int | None:
+        """The first rank whose one of these differs from this rank's."""
+        return next((rank for rank, value in enumerate(values) if value != values[self.rank]), None)
+
+    def first(self) -> tuple[str, str]:
+        """The first line of both that differs, where they are names with values, "name: value"; in the order in which
+        this rank has them."""
+        mine, theirs = self.lines
+        ours, others = (dict(line.partition(": ")[::2] for line in lines) for lines in (mine, theirs))
+        for name in [*ours, *(it for it in others if it not in ours)]:
+            if ours.get(name) != others.get(name):
+                said = [f"{name}: {table[name]}" if name in table else f"no {name}" for table in (ours, others)]
+                return said[0], said[1]
+        return "the same lines in this order: " + ", ".join(mine), "another order: " + ", ".join(theirs)
+
+
+def difference(
+    lines: Sequence[str],
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    doing: str,
+    device: torch.device | None = None,
+) -> Difference | None:
+    """Compare this rank's lines with those of all ranks; None where they are equal.
+
+    Args:
+        what: the thing that the lines describe.
+        doing: the call that a rank cannot make whose `report_refusal` comes here, for the others' message.
+        device: see `device_for`.
+
+    Raises:
+        MismatchError: another rank has reported a refusal.
+    """
+    if group.size() == 1:
+        return None
+    gathered = all_gather_where_different("\n".join(lines).encode(), group, what=what, device=device)
+    if gathered is None:
+        return None
+    me = group.rank()
+    raise_refusal(gathered, me, doing)
+    peer = next((rank for rank, text in enumerate(gathered) if text != gathered[me]), me)
+    return Difference(me, peer, [text.decode().split("\n") for text in gathered])
 
 
 def checked_alike(
     check: Callable[[], Found],
     lines: Callable[[Found], Sequence[str]],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     *,
     operation: str,
     what: str,
     doing: str,
-) -> tuple[Found, Difference | None]:
-    """The result of `check` on this rank, and the first difference where its `lines` are not equal on all ranks.
+    words: Callable[[Difference, str, str], str],
+    device: torch.device | None = None,
+) -> Found:
+    """The result of `check` on this rank, where its `lines` are equal on all ranks.
 
     Args:
-        lines: names with values, "name: value".
+        group: None: this rank is alone.
         operation: the name under which the ranks compare.
-        what: the thing that the lines describe, for the log.
-        doing: the call that a rank cannot make whose `check` raises, for the others' message.
+        what, doing, device: see `difference`.
+        words: the message about a difference, given its `first` of this rank and of the peer.
 
     Raises:
         Exception: raised by `check`, as a rule InvalidArgumentError; the others raise MismatchError with its text.
-        MismatchError: another rank's `check` raised.
+        MismatchError: the lines differ, or another rank's `check` raised.
     """
+    if group is None or group.size() == 1:
+        return check()
     try:
         found = check()
     except Exception as error:  # also Python's own, of arguments of another kind
-        report_refusal(error, group, device_for(group), operation)
+        report_refusal(error, group, device_for(group) if device is None else device, operation)
         raise
-    if group.size() == 1:
-        return found, None
-    own = "\n".join(lines(found))
     with named(operation):
-        by_rank = all_gather_where_different(own.encode(), group, what=what)
-    if by_rank is None:
-        return found, None
-    me = group.rank()
-    raise_refusal(by_rank, me, doing)
-    peer = next(rank for rank, text in enumerate(by_rank) if text != by_rank[me])
-    mine, theirs = _first_difference(own.split("\n"), by_rank[peer].decode().split("\n"))
-    return found, Difference(me, peer, mine, theirs, operation)
-
-
-def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """Lines are names with values, "name: value"; in the order in which this rank has them."""
-    ours, others = (dict(line.partition(": ")[::2] for line in lines) for lines in (mine, theirs))
-    for name in [*ours, *(it for it in others if it not in ours)]:
-        if ours.get(name) != others.get(name):
-            said = [f"{name}: {table[name]}" if name in table else f"no {name}" for table in (ours, others)]
-            return said[0], said[1]
-    return "the same lines in this order: " + ", ".join(mine), "another order: " + ", ".join(theirs)
+        different = difference(lines(found), group, what=what, doing=doing, device=device)
+    if different is not None:
+        raise MismatchError(
+            words(different, *different.first()), rank=different.rank, peer=different.peer, operation=operation
+        )
+    return found

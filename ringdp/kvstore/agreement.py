@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ringdp.errors import MismatchError
-from ringdp.job.agreement import checked_alike, report_refusal
+from ringdp.job.agreement import checked_alike, difference, report_refusal
 from ringdp.job.backend import connect_log, reaches_core
-from ringdp.job.byte_collectives import all_gather_where_different, device_for
+from ringdp.job.byte_collectives import device_for
 from ringdp.kvstore.keys import Key
 
 Found = TypeVar("Found")
@@ -43,15 +43,17 @@ def compare_settings(
         InvalidArgumentError: by `check`; the others raise MismatchError with its text.
         MismatchError: they differ, or another rank's `check` raises; names the first difference.
     """
-    if group is None:
-        return check()
-    found, difference = checked_alike(check, lines, group, operation=COMPARING, what="store", doing=doing)
-    if difference is not None:
-        raise difference.error(
-            f"the ranks differ: rank {difference.rank} has {difference.mine}; rank {difference.peer} has"
-            f" {difference.theirs}. {advice}"
-        )
-    return found
+    return checked_alike(
+        check,
+        lines,
+        group,
+        operation=COMPARING,
+        what="store",
+        doing=doing,
+        words=lambda one, mine, theirs: (
+            f"the ranks differ: rank {one.rank} has {mine}; rank {one.peer} has {theirs}. {advice}"
+        ),
+    )
 
 
 def describe_names(keys: Sequence[str]) -> str:
@@ -130,15 +132,13 @@ class Operations:
 
 
 def compare_names(text: str, group: dist.ProcessGroup) -> None:
-    gathered = all_gather_where_different(text.encode(), group, what="operation")
-    if gathered is None:
-        return
-    me = group.rank()
-    other = next(rank for rank, theirs in enumerate(gathered) if theirs != gathered[me])
-    raise MismatchError(
-        f"the ranks' key-value stores are in different operations: rank {me} does {text}; rank {other} does"
-        f" {gathered[other].decode(errors='replace')}",
-        rank=me,
-        peer=other,
-        operation=text,
-    )
+    different = difference([text], group, what="operation", doing="do that")
+    if different is not None:
+        _, theirs = different.lines
+        raise MismatchError(
+            f"the ranks' key-value stores are in different operations: rank {different.rank} does {text}; rank"
+            f" {different.peer} does " + "\n".join(theirs),
+            rank=different.rank,
+            peer=different.peer,
+            operation=text,
+        )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import compression, refusals
-from ringdp.compression import Auto, CompressorLike, saved
+from ringdp.compression import Auto, Compression, CompressorLike, saved
 from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section
 from ringdp.compression.parameters import ModelParameter
@@ -23,8 +23,8 @@ from ringdp.kvstore.keys import Key, flat
 from ringdp.kvstore.threshold import Threshold
 
 
-def compressor_of(spec: CompressorLike | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """The compressor of a name, an object or MXNet's dictionary; None is exact.
+def compressor_of(spec: CompressorLike | Compression | Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The compressor of a name, an object, a `Compression` or MXNet's dictionary; None is exact.
 
     Raises:
         InvalidArgumentError: it is not known, or chooses by itself ("auto"), which needs RingDP's steps.
@@ -37,6 +37,13 @@ def compressor_of(spec: CompressorLike | Mapping[str, Any], options: Mapping[str
         if not isinstance(kind, str):
             raise InvalidArgumentError(f"gradient compression {dict(spec)} has no 'type'")
         spec, options = kind, given
+    if isinstance(spec, Compression):
+        rules = Rules(spec)
+        if rules.pairs:
+            refusals.refuse("rules", "compressed kvstore")
+        if rules.asked.warmup_steps:
+            refusals.refuse("warmup_steps", "compressed kvstore")
+        spec = rules.compressor
     try:
         chosen = compression.get(spec, **options)
     except TypeError as error:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp.compression import CompressorLike
+from ringdp.compression import Compression, CompressorLike
 from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.kvstore import saved
@@ -288,7 +288,9 @@ class KVStore:
         self.optimizer.param_groups[0]["lr"] = rate
 
     @_report_refusals
-    def set_gradient_compression(self, compression: CompressorLike | Mapping[str, Any], **options: Any) -> None:
+    def set_gradient_compression(
+        self, compression: CompressorLike | Compression | Mapping[str, Any], **options: Any
+    ) -> None:
         """Send pushes as codes: a name or an object of `ringdp.compression`, or MXNet's ``{"type": "2bit"}``.
 
         Weights of two and more dimensions with at least 1,024 elements are compressed, all else stays exact. Values

@@ -21,8 +21,8 @@ from ringdp.nn import saved
 from ringdp.nn.bags import sum_bags
 from ringdp.nn.exchange import Lookup, Pending, RowExchange
 from ringdp.nn.owners import RowOwners
-from ringdp.nn.shards import FixedShard, GrowingShard, Shard
-from ringdp.nn.sparse_updates import SparseUpdate
+from ringdp.nn.shards import FixedShard, Growing, GrowingShard, Normal, Shard
+from ringdp.nn.sparse_updates import Adagrad, Adam, SparseUpdate
 
 _log = logging.getLogger("ringdp.nn")
 _MODES = ("sum", "mean", "none")
@@ -45,23 +45,19 @@ class ShardedEmbedding(nn.Module):
     also none.
     The rows are not among the module's parameters, so that RingDP leaves them alone. On the CPU.
 
-    A growing table (`num_embeddings` None) takes any int64 as an id. An id gets a row in the forward in which it has
-    occurred `admit_after` times in training, over all ranks; until then it reads as zeros, and its gradient is dropped.
-    An id that has not occurred in more than `evict_after` steps is forgotten, and so is its row. Both depend on the ids
-    of all ranks' batches alone: rows are the same at any number of ranks.
+    A growing table takes any int64 as an id. An id without a row reads as zeros, and its gradient is dropped. Which ids
+    have rows depends on the ids of all ranks' batches alone: rows are the same at any number of ranks.
 
     Args:
-        num_embeddings: rows of the table; None: it grows.
+        num_embeddings: rows of the table; a `ringdp.nn.Growing`, or None for one as it is by default: it grows.
         embedding_dim: numbers of a row.
         mode: how a bag becomes a vector: "sum", "mean", or "none": no bags, a vector for each id.
-        optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam"; see `ringdp.nn.sparse_updates`.
-        lr, eps, betas: its settings.
+        optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam", or a `ringdp.nn.Adagrad` or `ringdp.nn.Adam`.
+        lr: its learning rate.
         wire: how rows and gradients travel: "exact", "bfloat16", or "int8" with a scale for each row.
         reduce: "mean" divides the gradients by the number of ranks, as RingDP does; "sum" does not.
-        weight: all rows, ``[num_embeddings, embedding_dim]``, the same on all ranks; None: normal numbers, the same
-            for any number of ranks.
-        std, seed: of those. The rows of a growing table begin with numbers that are nearly normal, by id and seed.
-        admit_after, evict_after: of a growing table; None: every id gets a row, and none is forgotten.
+        weight: all rows, ``[num_embeddings, embedding_dim]``, the same on all ranks; or how they begin, a
+            `ringdp.nn.Normal`, by default of standard deviation 1.
         dtype: of the rows: float32 or float64.
         group: whose ranks; the default group if None.
 
@@ -70,29 +66,39 @@ class ShardedEmbedding(nn.Module):
         MismatchError: the ranks' arguments differ.
     """
 
+    @values.moved(
+        "ShardedEmbedding",
+        {
+            "eps": "optimizer=ringdp.nn.Adagrad(eps=…) or ringdp.nn.Adam(eps=…)",
+            "betas": "optimizer=ringdp.nn.Adam(betas=…)",
+            "std": "weight=ringdp.nn.Normal(std=…)",
+            "seed": "weight=ringdp.nn.Normal(seed=…)",
+            "admit_after": "num_embeddings=ringdp.nn.Growing(admit_after=…)",
+            "evict_after": "num_embeddings=ringdp.nn.Growing(evict_after=…)",
+        },
+    )
     def __init__(
         self,
-        num_embeddings: int | None,
+        num_embeddings: int | Growing | None,
         embedding_dim: int,
         *,
         mode: str = "sum",
-        optimizer: str = "adagrad",
+        optimizer: str | Adagrad | Adam = "adagrad",
         lr: float = 0.01,
-        eps: float = 1e-10,
-        betas: tuple[float, float] = (0.9, 0.999),
         wire: str = "exact",
         reduce: str = "mean",
-        weight: Tensor | None = None,
-        std: float = 1.0,
-        seed: int = 0,
+        weight: Tensor | Normal | None = None,
         dtype: torch.dtype = torch.float32,
-        admit_after: int | None = None,
-        evict_after: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        given = f"{num_embeddings} x {embedding_dim} {dtype}, {mode}, {wire}, {reduce}, seed {seed}, std {std}"
-        given += f", admitted after {admit_after}, evicted after {evict_after}" if num_embeddings is None else ""
+        size = Growing() if num_embeddings is None else num_embeddings
+        count = None if isinstance(size, Growing) else size
+        begin = Normal() if weight is None else weight
+        drawn = begin if isinstance(begin, Normal) else Normal()
+        given = f"{count} x {embedding_dim} {dtype}, {mode}, {wire}, {reduce}, seed {drawn.seed}, std {drawn.std}"
+        if isinstance(size, Growing):
+            given += f", admitted after {size.admit_after}, evicted after {size.evict_after}"
         solitary = group is None and alone("ringdp.nn.ShardedEmbedding")
         self._group = None if solitary else require_member(group, "ringdp.nn.ShardedEmbedding")
         refuse_where_elastic(self._group, "embedding")
@@ -109,16 +115,17 @@ class ShardedEmbedding(nn.Module):
                     raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, not {value!r}")
             if dtype not in (torch.float32, torch.float64):
                 raise InvalidArgumentError(f"rows are float32 or float64, not {dtype}")
-            if not 0 <= std < float("inf"):
-                raise InvalidArgumentError(f"std must be a finite number from 0 on, not {std!r}")
-            _check_size(num_embeddings, embedding_dim, ranks)
-            if num_embeddings is None:
-                _check_growing(weight, admit_after, evict_after)
-            elif admit_after is not None or evict_after is not None:
-                raise InvalidArgumentError("admit_after and evict_after are of a growing table: num_embeddings=None")
-            elif weight is not None and tuple(weight.shape) != (num_embeddings, embedding_dim):
-                raise InvalidArgumentError(f"weight is {list(weight.shape)}, not [{num_embeddings}, {embedding_dim}]")
-            return SparseUpdate(optimizer, lr, eps, betas)
+            if not isinstance(size, int | Growing):
+                values.refuse("ShardedEmbedding", "num_embeddings", num_embeddings, "a number, a Growing or None")
+            if not isinstance(begin, Tensor | Normal):
+                values.refuse("ShardedEmbedding", "weight", begin, "a tensor, a Normal or None")
+            _check_size(count, embedding_dim, ranks)
+            if isinstance(begin, Tensor):
+                if count is None:
+                    raise InvalidArgumentError("a growing table begins without rows: weight must be a Normal or None")
+                if tuple(begin.shape) != (count, embedding_dim):
+                    raise InvalidArgumentError(f"weight is {list(begin.shape)}, not [{count}, {embedding_dim}]")
+            return SparseUpdate.of(optimizer, lr)
 
         self._update = compare_settings(
             check,
@@ -127,23 +134,13 @@ class ShardedEmbedding(nn.Module):
             doing="make the sharded embedding",
             advice="Give all ranks the same arguments",
         )
-        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.num_embeddings, self.embedding_dim, self.mode = count, embedding_dim, mode
         self._shard: Shard
-        if num_embeddings is None:
-            self._shard = GrowingShard(
-                rank,
-                ranks,
-                embedding_dim,
-                self._update,
-                dtype,
-                admit_after=admit_after or 1,
-                evict_after=evict_after or 0,
-                std=std,
-                seed=seed,
-            )
+        if isinstance(size, Growing):
+            self._shard = GrowingShard(rank, ranks, embedding_dim, self._update, dtype, size, drawn)
         else:
-            self._shard = fixed = FixedShard(RowOwners(num_embeddings, rank, ranks), embedding_dim, self._update, dtype)
-            fixed.fill(weight, std, seed)
+            self._shard = fixed = FixedShard(RowOwners(size, rank, ranks), embedding_dim, self._update, dtype)
+            fixed.fill(begin)
         self._exchange = RowExchange(self._shard, self._group if ranks > 1 else None, wire)
         self._divisor = float(ranks) if reduce == "mean" else 1.0
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
@@ -318,11 +315,3 @@ def _check_size(rows: int | None, dim: int, ranks: int) -> None:
         raise InvalidArgumentError(
             f"a table has at most {_MOST_ROWS:,} rows, and 2^31 of them on a rank, not {rows:,}: take a growing one"
         )
-
-
-def _check_growing(weight: Tensor | None, admit_after: int | None, evict_after: int | None) -> None:
-    if weight is not None:
-        raise InvalidArgumentError("a growing table begins without rows: weight must be None")
-    for name, value in (("admit_after", admit_after), ("evict_after", evict_after)):
-        if value is not None:
-            values.whole("ShardedEmbedding", name, value, 1, 2**62 - 1)

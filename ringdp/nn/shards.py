@@ -5,19 +5,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ringdp import _C
+from ringdp import _C, values
 from ringdp.errors import InvalidArgumentError
 from ringdp.nn.owners import RowOwners
 from ringdp.nn.sparse_updates import SparseUpdate
 
 _BLOCK_ROWS = 1 << 14
 _FIRST_ROWS = 1 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """The rows at the start: normal numbers, the same for any number of ranks. Those of a growing table are nearly
+    normal, by id and seed.
+
+    Raises:
+        InvalidArgumentError: another value.
+    """
+
+    std: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        values.number("Normal", "std", self.std, "from 0 on", lambda it: it >= 0)
+        values.whole("Normal", "seed", self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing:
+    """A table that takes any int64 as an id: ``ShardedEmbedding(Growing(admit_after=3, evict_after=10_000), 16)``.
+
+    Args:
+        admit_after: an id gets a row in the forward in which it has occurred so often in training, over all ranks.
+        evict_after: an id that has not occurred in more than so many steps is forgotten with its row; None: never.
+
+    Raises:
+        InvalidArgumentError: another value.
+    """
+
+    admit_after: int = 1
+    evict_after: int | None = None
+
+    def __post_init__(self) -> None:
+        values.whole("Growing", "admit_after", self.admit_after, 1, 2**62 - 1)
+        if self.evict_after is not None:
+            values.whole("Growing", "evict_after", self.evict_after, 1, 2**62 - 1)
 
 
 class Asked(NamedTuple):
@@ -75,16 +114,17 @@ class FixedShard:
         self.table = torch.empty(owners.count, dim, dtype=dtype, device="cpu")
         self.state = update.new_state(owners.count, dim, dtype)
 
-    def fill(self, weight: Tensor | None, std: float, seed: int) -> None:
-        """Begin with the rows of `weight`, or with normal numbers, the same for any number of ranks."""
+    def fill(self, weight: Tensor | Normal) -> None:
+        """Begin with the rows of `weight`."""
         owners, table = self._owners, self.table
-        if weight is not None:
+        if isinstance(weight, Tensor):
             table.copy_(weight.detach()[owners.ids(self._places())])
             return
         for number, begin in enumerate(range(0, owners.rows, _BLOCK_ROWS)):
-            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + number)
+            generator = torch.Generator(device="cpu").manual_seed(weight.seed * 1_000_003 + number)
             count = min(_BLOCK_ROWS, owners.rows - begin)
-            block = torch.randn(count, table.shape[1], generator=generator, dtype=table.dtype, device="cpu").mul_(std)
+            block = torch.randn(count, table.shape[1], generator=generator, dtype=table.dtype, device="cpu")
+            block.mul_(weight.std)
             first = (owners.rank - begin) % owners.ranks
             here = block[first :: owners.ranks]
             at = (begin + first) // owners.ranks
@@ -136,9 +176,7 @@ class GrowingShard:
 
     Args:
         rank, ranks: this rank owns the ids whose hash leaves `rank`, divided by `ranks`.
-        admit_after: an id gets a row when it has occurred so often.
-        evict_after: an id that has not occurred for more than so many steps is forgotten; 0: never.
-        std, seed: of the numbers with which a row begins, which its id decides.
+        start: of the numbers with which a row begins, which its id decides.
     """
 
     def __init__(
@@ -148,16 +186,12 @@ class GrowingShard:
         dim: int,
         update: SparseUpdate,
         dtype: torch.dtype,
-        *,
-        admit_after: int,
-        evict_after: int,
-        std: float,
-        seed: int,
+        growing: Growing,
+        start: Normal,
     ) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._limits = admit_after, evict_after
-        self._std, self._seed = std, seed
-        self._directory = _C.RowDirectory(admit_after, evict_after)
+        self._rank, self._ranks, self._start = rank, ranks, start
+        self._limits = growing.admit_after, growing.evict_after or 0
+        self._directory = _C.RowDirectory(*self._limits)
         self.table = torch.zeros(_FIRST_ROWS, dim, dtype=dtype, device="cpu")
         self.state = update.new_state(_FIRST_ROWS, dim, dtype)
 
@@ -171,7 +205,7 @@ class GrowingShard:
         rows, new_ids, new_rows = self._directory.look_up(message, clock)
         if len(new_ids):
             self._reserve()
-            _C.fill_rows(self.table, new_rows, new_ids, self._seed, self._std)
+            _C.fill_rows(self.table, new_rows, new_ids, self._start.seed, self._start.std)
             for tensor in self.state.values():
                 tensor.index_fill_(0, new_rows.to(torch.int64), 0.0)
         return rows

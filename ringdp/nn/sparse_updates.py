@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ringdp import _C
-from ringdp.errors import InvalidArgumentError
+from ringdp import _C, values
 
 NAMES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
 
-@dataclasses.dataclass
-class SparseUpdate:
-    """One of `NAMES`, with its settings and its state of this rank's rows.
+@dataclasses.dataclass(frozen=True)
+class Adagrad:
+    """``ShardedEmbedding(…, optimizer=Adagrad(eps=1e-8))``: torch's for sparse gradients; by its name "adagrad".
 
-    ``sgd`` and ``adagrad`` are torch's for sparse gradients, ``adam`` is torch.optim.SparseAdam (moments move in the
-    steps in which a row has a gradient). ``rowwise_adagrad`` keeps one number for each row, the sum of the mean squares
-    of its gradients.
+    Args:
+        eps: added to the root of the sum of squares.
+        rowwise: keep one number for each row, the sum of the mean squares of its gradients; by its name
+            "rowwise_adagrad".
 
     Raises:
-        InvalidArgumentError: another name, or numbers that cannot be used.
+        InvalidArgumentError: another value.
     """
+
+    eps: float = 1e-10
+    rowwise: bool = False
+
+    def __post_init__(self) -> None:
+        values.number("Adagrad", "eps", self.eps, "from 0 on", lambda it: it >= 0)
+        values.flag("Adagrad", "rowwise", self.rowwise)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """``ShardedEmbedding(…, optimizer=Adam(eps=1e-8))``: torch.optim.SparseAdam, whose moments move in the steps in
+    which a row has a gradient; by its name "adam".
+
+    Args:
+        betas: of both moments.
+        eps: added to the root of the second moment.
+
+    Raises:
+        InvalidArgumentError: another value.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            values.refuse("Adam", "betas", self.betas, "two numbers")
+        for beta in self.betas:
+            values.number("Adam", "betas", beta, "from 0 to below 1", lambda it: 0 <= it < 1)
+        values.number("Adam", "eps", self.eps, "from 0 on", lambda it: it >= 0)
+
+
+@dataclasses.dataclass
+class SparseUpdate:
+    """One of `NAMES`, with its settings and its state of this rank's rows."""
 
     name: str
     lr: float
@@ -32,12 +68,15 @@ class SparseUpdate:
     betas: tuple[float, float] = (0.9, 0.999)
     step: int = 0
 
-    def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise InvalidArgumentError(f"optimizer must be one of {', '.join(NAMES)}, not {self.name!r}")
-        limit = float("inf")
-        if not (0 <= self.lr < limit and 0 <= self.eps < limit and all(0 <= beta < 1 for beta in self.betas)):
-            raise InvalidArgumentError(f"lr and eps must be finite and at least 0, betas from 0 to below 1, not {self}")
+    @classmethod
+    def of(cls, optimizer: str | Adagrad | Adam, lr: float) -> SparseUpdate:
+        """Raises InvalidArgumentError where `optimizer` is another name or thing, or `lr` cannot be used."""
+        values.number("ShardedEmbedding", "lr", lr, "from 0 on", lambda it: it >= 0)
+        if isinstance(optimizer, Adagrad):
+            return cls("rowwise_adagrad" if optimizer.rowwise else "adagrad", lr, optimizer.eps)
+        if isinstance(optimizer, Adam):
+            return cls("adam", lr, optimizer.eps, (optimizer.betas[0], optimizer.betas[1]))
+        return cls(values.choice("ShardedEmbedding", "optimizer", optimizer, NAMES), lr)
 
     def describe(self) -> str:
         return f"{self.name}(lr={self.lr}, eps={self.eps}, betas={self.betas})"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import values
-from ringdp.compression import CompressorLike
+from ringdp.compression import Compression, CompressorLike
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.backend import named
@@ -32,7 +32,7 @@ from ringdp.rounds.fragments import Fragment, dealt, local_part
 from ringdp.rounds.not_finite import log_not_finite, start_over
 from ringdp.rounds.pace import Pace
 from ringdp.rounds.schedule import Turn
-from ringdp.rounds.settings import Settings
+from ringdp.rounds.settings import MOVED, Fragments, Settings
 from ringdp.rounds.stats import RoundStats
 
 
@@ -55,14 +55,11 @@ class DiLoCo:
         every: steps of a round, or a function of n: the steps of the round that begins after n steps.
         outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of a list
             of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
-        fragments: parts of the model, each of which is averaged once a round, one after the other: the same bytes in
-            smaller pieces.
-        delay: steps from sending a fragment to using its mean. The ranks go on meanwhile; 0: they wait.
-        mix: how much of a rank's own parameters stays when a mean comes, from 0 to below 1; None: 0.5 with a delay,
-            else 0.
+        fragments: into how many parts the model is cut, or a `ringdp.Fragments`: how long each is on its way, too.
         compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). The
-            error of a code is added to the next one where the codec has error feedback.
-        warmup_steps: first steps after each of which parameters are averaged exactly. For SGD that is what RingDP does.
+            error of a code is added to the next one where the codec has error feedback. A `ringdp.Compression` also has
+            ``warmup_steps``: first steps after each of which parameters are averaged exactly, which for SGD is what
+            RingDP does.
         unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
             average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
         scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
@@ -76,6 +73,7 @@ class DiLoCo:
 
     _average_momenta = False
 
+    @values.moved("DiLoCo", MOVED)
     def __init__(
         self,
         model: torch.nn.Module,
@@ -83,11 +81,8 @@ class DiLoCo:
         *,
         every: int | Callable[[int], int] = 100,
         outer: outer_steps.Outer | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        mix: float | None = None,
-        compression: CompressorLike = None,
-        warmup_steps: int = 0,
+        fragments: int | Fragments = 1,
+        compression: CompressorLike | Compression = None,
         unequal: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -104,11 +99,8 @@ class DiLoCo:
                 who,
                 every=every,
                 fragments=fragments,
-                delay=delay,
-                mix=mix,
                 compression=compression,
                 chosen_outer=chosen_outer,
-                warmup_steps=warmup_steps,
                 unequal=unequal,
                 average_momenta=self._average_momenta,
                 parameters=len(parameters),

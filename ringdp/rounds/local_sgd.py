@@ -7,46 +7,45 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ringdp.compression import CompressorLike
+from ringdp import values
+from ringdp.compression import Compression, CompressorLike
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.rounds import start
 from ringdp.rounds.diloco import DiLoCo
 from ringdp.rounds.fragments import Piece
 from ringdp.rounds.schedule import Turn
+from ringdp.rounds.settings import MOVED, Fragments
 
 
 class LocalSGD(DiLoCo):
     """Parameters are averaged every so many steps: `DiLoCo` with an outer learning rate of 1 and no momentum.
 
     Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", arXiv 1808.07217: some steps exactly
-    (`warmup_steps`), then rounds.
+    (``compression=Compression(warmup_steps=100)``), then rounds.
 
     Args:
         model: as `DiLoCo`.
         inner: as `DiLoCo`.
         every: steps of a round.
-        warmup_steps: first steps after each of which parameters are averaged.
         average_momenta: after a round, the inner optimizer's state of floating point, such as momentum or Adam's
             moments, is averaged too, exactly; 1 to 2 times the parameters' bytes more.
         fragments: as `DiLoCo`; so are the others.
 
     Raises:
-        InvalidArgumentError, MismatchError, InvalidStateError: as `DiLoCo`; `average_momenta` needs ``delay=0``.
+        InvalidArgumentError, MismatchError, InvalidStateError: as `DiLoCo`; `average_momenta` needs no delay.
     """
 
+    @values.moved("LocalSGD", MOVED)
     def __init__(
         self,
         model: torch.nn.Module,
         inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         every: int | Callable[[int], int] = 8,
-        warmup_steps: int = 0,
         average_momenta: bool = False,
-        fragments: int = 1,
-        delay: int = 0,
-        mix: float | None = None,
-        compression: CompressorLike = None,
+        fragments: int | Fragments = 1,
+        compression: CompressorLike | Compression = None,
         unequal: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -58,10 +57,7 @@ class LocalSGD(DiLoCo):
             every=every,
             outer={"lr": 1.0, "momentum": 0.0},
             fragments=fragments,
-            delay=delay,
-            mix=mix,
             compression=compression,
-            warmup_steps=warmup_steps,
             unequal=unequal,
             scaler=scaler,
             process_group=process_group,

@@ -6,20 +6,54 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ringdp import values
-from ringdp.compression import CompressorLike, get, names
+from ringdp import refusals, values
+from ringdp.compression import Auto, Compression, CompressorLike, get, names
 from ringdp.compression.description import describe
 from ringdp.compression.feedback import feedback_of
+from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.exchange import NativeCodec
 from ringdp.rounds.outer import Outer
 from ringdp.rounds.outer import describe as describe_outer
 from ringdp.rounds.schedule import Schedule, TimedSchedule
 
+MOVED = {
+    "delay": "fragments=ringdp.Fragments(…, delay=…)",
+    "mix": "fragments=ringdp.Fragments(…, mix=…)",
+    "warmup_steps": "compression=ringdp.Compression(…, warmup_steps=…)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """How a model is sent in rounds: ``DiLoCo(model, inner, fragments=Fragments(2, delay=5))``.
+
+    Args:
+        count: parts of the model, each of which is averaged once a round, one after the other: the same bytes in
+            smaller pieces.
+        delay: steps from sending a fragment to using its mean. The ranks go on meanwhile; 0: they wait.
+        mix: how much of a rank's own parameters stays when a mean comes, from 0 to below 1; None: 0.5 with a delay,
+            else 0.
+
+    Raises:
+        InvalidArgumentError: another value.
+    """
+
+    count: int = 1
+    delay: int = 0
+    mix: float | None = None
+
+    def __post_init__(self) -> None:
+        values.whole("Fragments", "count", self.count, 1)
+        values.whole("Fragments", "delay", self.delay, 0)
+        if self.mix is not None:
+            allowed = "from 0 (only the global parameters count) to below 1"
+            values.number("Fragments", "mix", self.mix, allowed, lambda it: 0 <= it < 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """See `ringdp.DiLoCo`, whose arguments these are; `mix` is a number here."""
+    """See `ringdp.DiLoCo`, whose arguments these are, and the parts of them."""
 
     who: str
     every: int | Callable[[int], int]
@@ -39,11 +73,8 @@ class Settings:
         *,
         every: object,
         fragments: object,
-        delay: object,
-        mix: object,
-        compression: CompressorLike,
+        compression: CompressorLike | Compression,
         chosen_outer: Outer,
-        warmup_steps: object,
         unequal: object,
         average_momenta: object,
         parameters: int,
@@ -51,33 +82,27 @@ class Settings:
         """Raises InvalidArgumentError."""
         if not callable(every):
             every = values.whole(who, "every", every, 1)
-        count = values.whole(who, "fragments", fragments, 1)
-        if count > parameters:
+        cut = fragments if isinstance(fragments, Fragments) else Fragments(values.whole(who, "fragments", fragments, 1))
+        if cut.count > parameters:
             raise InvalidArgumentError(
-                f"{who}: fragments={count} is more than the model's {parameters} parameters that require grad"
+                f"{who}: fragments={cut.count} is more than the model's {parameters} parameters that require grad"
             )
-        steps = values.whole(who, "delay", delay, 0)
-        if isinstance(every, int) and steps >= every:
+        if isinstance(every, int) and cut.delay >= every:
             raise InvalidArgumentError(
-                f"{who}: delay={steps} must be below every={every}: a fragment lands before it leaves again"
+                f"{who}: delay={cut.delay} must be below every={every}: a fragment lands before it leaves again"
             )
-        if mix is None:
-            mix = 0.5 if steps else 0.0
-        kept = values.number(
-            who, "mix", mix, "from 0 (only the global parameters count) to below 1", lambda it: 0 <= it < 1
-        )
+        mix = (0.5 if cut.delay else 0.0) if cut.mix is None else float(cut.mix)
         by_time = values.flag(who, "unequal", unequal)
         if by_time and not isinstance(every, int):
             raise InvalidArgumentError(f"{who}: unequal=True needs a number for every, not a function")
-        if not isinstance(average_momenta, bool) or (average_momenta and (steps or by_time)):
+        if not isinstance(average_momenta, bool) or (average_momenta and (cut.delay or by_time)):
             raise InvalidArgumentError(
                 f"{who}: average_momenta must be True or False, and True needs delay=0 and unequal=False"
             )
         assert callable(every) or isinstance(every, int)
-        codec = _codec(who, compression)
+        codec, warmup_steps = _compression(who, compression)
         describe_outer(chosen_outer)
-        warmup = values.whole(who, "warmup_steps", warmup_steps, 0)
-        return cls(who, every, count, steps, kept, codec, chosen_outer, warmup, by_time, average_momenta)
+        return cls(who, every, cut.count, cut.delay, mix, codec, chosen_outer, warmup_steps, by_time, average_momenta)
 
     def schedule(self) -> Schedule | TimedSchedule:
         if self.unequal:
@@ -105,10 +130,16 @@ class Settings:
         ]
 
 
-def _codec(who: str, compression: CompressorLike) -> NativeCodec | None:
-    found = get(compression)
+def _compression(who: str, given: CompressorLike | Compression) -> tuple[NativeCodec | None, int]:
+    """The codec of all changes, and the steps before the first round."""
+    rules = Rules(given)
+    if rules.pairs:
+        refusals.refuse("rules", "rounds", who)
+    if isinstance(rules.compressor, Auto):
+        refusals.refuse("auto", "rounds", who)
+    found, warmup_steps = rules.compressor, rules.asked.warmup_steps
     if found is None:
-        return None
+        return None, warmup_steps
     if getattr(found, "native", None) is None:
         usable = [name for name in names() if getattr(get(name), "native", None)]
         raise InvalidArgumentError(
@@ -117,4 +148,4 @@ def _codec(who: str, compression: CompressorLike) -> NativeCodec | None:
     codec: Any = found
     feedback_of(codec.error_feedback)
     chosen: NativeCodec = codec
-    return chosen
+    return chosen, warmup_steps

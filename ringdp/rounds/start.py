@@ -128,12 +128,17 @@ def agreed(who: str, checked: Callable[[], Checked], model: torch.nn.Module, gro
                 described += other.lines()
         return described
 
-    found, difference = checked_alike(checked, lines, group, operation=_COMPARING, what=who, doing=f"make its {who}")
-    if difference is None:
-        return found
-    raise difference.error(
-        f"the ranks' {who}s differ: rank {difference.rank} has {difference.mine}, rank {difference.peer} has"
-        f" {difference.theirs}. Give all ranks the same model and arguments."
+    return checked_alike(
+        checked,
+        lines,
+        group,
+        operation=_COMPARING,
+        what=who,
+        doing=f"make its {who}",
+        words=lambda one, mine, theirs: (
+            f"the ranks' {who}s differ: rank {one.rank} has {mine}, rank {one.peer} has {theirs}. Give all ranks the"
+            " same model and arguments."
+        ),
     )
 
 

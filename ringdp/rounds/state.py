@@ -199,19 +199,17 @@ def _agreed(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
         names = ["turn"] if rounds.settings.unequal else ["step", *sorted(schedule)]  # steps are each rank's own there
         return [f"{name}: {schedule[name]}" for name in names]
 
-    found, difference = checked_alike(
+    return checked_alike(
         lambda: _checked(rounds, state),
         lines,
         members,
         operation="rounds: loading a state",
         what=f"{who}'s state",
         doing=f"load its state of the {who}",
-    )
-    if difference is None:
-        return found
-    raise difference.error(
-        f"{who}.load_state_dict: this rank loads a state with {difference.mine}, rank {difference.peer} one with"
-        f" {difference.theirs}: load states that were saved together"
+        words=lambda one, mine, theirs: (
+            f"{who}.load_state_dict: this rank loads a state with {mine}, rank {one.peer} one with {theirs}: load"
+            " states that were saved together"
+        ),
     )
 
 

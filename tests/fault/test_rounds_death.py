@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp.errors import PeerLostError
-from ringdp.rounds import DiLoCo
+from ringdp.rounds import DiLoCo, Fragments
 from tests.train.harness import run_outcomes
 
 EVERY = 6
@@ -24,7 +24,7 @@ def rank_dies(folder: str, at_step: int, compression: str | None) -> tuple[str, 
     rank, place = dist.get_rank(), Path(folder, "died")
     module = torch.nn.Linear(2000, 500)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    rounds = DiLoCo(module, optimizer, every=EVERY, fragments=2, delay=2, compression=compression)
+    rounds = DiLoCo(module, optimizer, every=EVERY, fragments=Fragments(2, delay=2), compression=compression)
     before: tuple[torch.Tensor, ...] = ()
     try:
         for step in range(1, 4 * EVERY):

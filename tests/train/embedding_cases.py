@@ -9,9 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringdp
-from ringdp.nn import ShardedEmbedding
+from ringdp.nn import Adagrad, Adam, Growing, Normal, ShardedEmbedding
 
 ROWS, DIM, STEPS = 101, 6, 5
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": "sgd",
+    "adagrad": Adagrad(eps=1e-8),
+    "rowwise_adagrad": Adagrad(eps=1e-8, rowwise=True),
+    "adam": Adam(eps=1e-8),
+}
 
 
 def weight(dtype: torch.dtype) -> Tensor:
@@ -36,7 +42,7 @@ def train(
 ) -> tuple[Tensor, int]:
     """All rows afterwards, and how many this rank has."""
     table = ShardedEmbedding(
-        ROWS, DIM, mode=mode, optimizer=optimizer, lr=0.1, eps=1e-8, wire=wire, weight=weight(dtype), dtype=dtype
+        ROWS, DIM, mode=mode, optimizer=OPTIMIZERS[optimizer], lr=0.1, wire=wire, weight=weight(dtype), dtype=dtype
     )
     rank = dist.get_rank()
     for step in range(steps):
@@ -49,14 +55,14 @@ def train(
 
 
 def train_all(dtype: torch.dtype) -> dict[tuple[str, str, bool], tuple[Tensor, int]]:
-    kinds = [(name, mode) for name in ("sgd", "adagrad", "rowwise_adagrad", "adam") for mode in ("sum", "mean")]
+    kinds = [(name, mode) for name in OPTIMIZERS for mode in ("sum", "mean")]
     return {
         (name, mode, prefetch): train(name, mode, dtype, prefetch) for name, mode in kinds for prefetch in (False, True)
     }
 
 
 def initial() -> Tensor:
-    return ShardedEmbedding(20_000, 3, std=0.5, seed=4).rows(torch.arange(20_000))
+    return ShardedEmbedding(20_000, 3, weight=Normal(std=0.5, seed=4)).rows(torch.arange(20_000))
 
 
 def save(folder: str) -> Tensor:
@@ -106,7 +112,7 @@ def refuse(how: str) -> None:
 
 def beside_ringdp() -> tuple[float, float]:
     """A dense part in RingDP beside the table: the loss before and after."""
-    table = ShardedEmbedding(ROWS, DIM, mode="none", optimizer="adagrad", lr=0.3, std=0.1)
+    table = ShardedEmbedding(ROWS, DIM, mode="none", optimizer="adagrad", lr=0.3, weight=Normal(0.1))
     torch.manual_seed(0)
     dense: Any = ringdp.RingDP(torch.nn.Linear(2 * DIM, 1))
     optimizer = torch.optim.Adam(dense.parameters(), lr=0.02)
@@ -136,16 +142,13 @@ def grow(optimizer: str, prefetch: bool, folder: str = "", ranks_of_batch: int =
 
     def make() -> ShardedEmbedding:
         return ShardedEmbedding(
-            None,
+            Growing(admit_after=3, evict_after=4),
             DIM,
-            optimizer=optimizer,
+            optimizer=OPTIMIZERS[optimizer],
             lr=0.1,
-            eps=1e-8,
             reduce="sum",
+            weight=Normal(seed=2),
             dtype=torch.float64,
-            admit_after=3,
-            evict_after=4,
-            seed=2,
         )
 
     def mine(step: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +190,7 @@ def growing_batch(step: int, part: int) -> tuple[Tensor, Tensor]:
 def reload(folder: str) -> dict[str, Any]:
     """What `grow` has saved, at this number of ranks, some steps later without training."""
     table = ShardedEmbedding(
-        None, DIM, optimizer="adam", dtype=torch.float64, admit_after=3, evict_after=4, reduce="sum", seed=2
+        Growing(3, 4), DIM, optimizer="adam", dtype=torch.float64, reduce="sum", weight=Normal(seed=2)
     )
     table.load(folder)
     ids = torch.cat([growing_batch(step, part)[0] for step in range(14) for part in range(4)]).unique()

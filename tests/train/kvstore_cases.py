@@ -219,7 +219,7 @@ def disagree(how: str) -> None:
     if how != "small":
         store.set_optimizer(torch.optim.Adam if how == "optimizer" and other else torch.optim.SGD, **numbers)
     if how == "compression" and other:
-        store.set_gradient_compression("int8")
+        store.set_gradient_compression(ringdp.Compression("int8"))
     shape = (30, 41) if how == "shape" and other else (30, 40)
     dtype = torch.float64 if how == "dtype" and other else torch.float32
     store.init("first", torch.ones(3))

@@ -218,7 +218,7 @@ OTHER_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1}, r"seed is 0 on rank \d and 1 on rank \d|seed is 1 on rank \d and 0 on rank \d"),
     ({"global_batch": 20}, "global_batch is"),
     ({"dataset": 102}, "the dataset's length is"),
-    ({"most": 6}, r"most is \((10, 10|6, 6)\) on rank"),
+    ({"limits": ringdp.data.Limits(most=6)}, r"most is \((10, 10|6, 6)\) on rank"),
     ({"balance": [1, 2]}, "balance is"),
     ({"cost": len}, "cost given is"),
     ({"balance": "fast"}, "balance must be 'speed', 'equal'"),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import ringdp
+from ringdp.compression import Compression
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
-from ringdp.rounds import DiLoCo, LocalSGD
+from ringdp.rounds import DiLoCo, Fragments, LocalSGD
 from tests.helpers import logged
 from tests.train import rounds_reference as reference
 from tests.train.harness import backends, errors_of, on_ranks, run_outcomes, run_ranks
@@ -43,7 +45,7 @@ def built(
 ) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
     module = reference.model(dtype)
     optimizer = inner(list(module.parameters()))
-    arguments = arguments if "every" in arguments else {"every": 6, "fragments": 2, "delay": 2, **arguments}
+    arguments = arguments if "every" in arguments else {"every": 6, "fragments": Fragments(2, delay=2), **arguments}
     return module, optimizer, kind(module, optimizer, **arguments)
 
 
@@ -88,8 +90,8 @@ def require_same_bits(tensors: list[Tensor]) -> None:
 
 def follows_reference(rule: Rule, optimizer: reference.Optimizer) -> None:
     outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov}
-    rest: Any = {"every": rule.every, "fragments": rule.fragments, "delay": rule.delay, "mix": rule.mix}
-    module = trained(23, lambda m, o: DiLoCo(m, o, outer=outer, **rest), optimizer)
+    cut = Fragments(rule.fragments, rule.delay, rule.mix)
+    module = trained(23, lambda m, o: DiLoCo(m, o, every=rule.every, outer=outer, fragments=cut), optimizer)
     assert difference(values(module), paper(dist.get_world_size(), 23, rule, optimizer)) < 1e-12, rule
     require_same_bits(values(module))
 
@@ -131,13 +133,12 @@ def test_any_outer_optimizer_of_torch() -> None:
 @on_ranks()
 def test_ranks_count_by_their_samples() -> None:
     shares = [3.0, 1.0]
-    numbers: Any = {"every": 4, "fragments": 2, "delay": 1, "mix": 0.5}
-    module, optimizer, rounds = built(dtype=torch.float64, inner=sgd, **numbers)
+    module, optimizer, rounds = built(dtype=torch.float64, inner=sgd, every=4, fragments=Fragments(2, 1, 0.5))
     for step in range(1, 19):
         rounds.did(shares[dist.get_rank()])
         steps_of(module, optimizer, step, step)
     rounds.finish()
-    expected = paper(2, 18, Rule(**numbers), samples=shares)
+    expected = paper(2, 18, Rule(every=4, fragments=2, delay=1, mix=0.5), samples=shares)
     assert difference(values(module), expected) < 1e-12
 
 
@@ -147,7 +148,8 @@ def test_ranks_count_by_their_samples() -> None:
 @on_ranks(4)
 def test_a_round_of_one_step_is_data_parallelism_for_sgd_alone() -> None:
     once: Any = {"every": 1}
-    for optimizer, numbers in ((sgd, once), (sgd, {"every": 50, "warmup_steps": 30}), (adamw, once)):
+    warm: Any = {"every": 50, "compression": Compression(warmup_steps=30)}
+    for optimizer, numbers in ((sgd, once), (sgd, warm), (adamw, once)):
         module = trained(30, functools.partial(LocalSGD, **numbers), optimizer)
         error = difference(values(module), averaged_gradients(dist.get_world_size(), 30, optimizer))
         assert error > 1e-3 if optimizer is adamw else error < 1e-14, (optimizer, numbers, error)
@@ -176,7 +178,7 @@ def test_a_rank_alone_is_as_without_a_wrapper(kind: str, codec: str | None) -> N
 def same_bits(codecs: list[str | None]) -> None:
     for codec in codecs:
         for fragments, delay in ((1, 0), (3, 2), (6, 3)):
-            module, optimizer, rounds = built(every=4, fragments=fragments, delay=delay, compression=codec)
+            module, optimizer, rounds = built(every=4, fragments=Fragments(fragments, delay), compression=codec)
             before = values(module)
             for step in range(1, 11):
                 steps_of(module, optimizer, step, step)
@@ -319,7 +321,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
 def test_a_fragment_on_its_way_does_not_reach_a_state_that_is_loaded() -> None:
     module = nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    rounds = DiLoCo(module, optimizer, every=2, delay=1)
+    rounds = DiLoCo(module, optimizer, every=2, fragments=Fragments(delay=1))
     state = copy.deepcopy(rounds.state_dict())
     for _ in range(3):
         for _ in range(2):
@@ -378,7 +380,7 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
         assert kind is MismatchError
         assert "every: 50" in text
         assert "every: 100" in text
-    for bad in ({"delay": [0, -1]}, {"scaler": [None, 2.0]}):
+    for bad in ({"fragments": [1, 7]}, {"scaler": [None, 2.0]}):
         (kind, text), (own, its_text) = run_ranks(rank_has_other_arguments, backend="ring", **bad)
         assert (kind, own) == (MismatchError, InvalidArgumentError)
         assert text.startswith(f"rank 1 cannot make its DiLoCo: {its_text}")
@@ -389,12 +391,18 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
     [
         ({"every": 0}, "every must be a whole number from 1 on, not 0"),
         ({"every": 2.5}, "every must be"),
-        ({"every": 4, "delay": 4}, "delay=4 must be below every=4"),
+        ({"every": 4, "fragments": Fragments(delay=4)}, "delay=4 must be below every=4"),
         ({"fragments": 7}, "more than the model's 6 parameters"),
         ({"fragments": True}, "fragments must be"),
-        ({"mix": 1.0}, "mix must be"),
-        ({"mix": "half"}, "mix must be"),
-        ({"warmup_steps": -1}, "warmup_steps must be"),
+        ({"fragments": 0}, "DiLoCo: fragments must be a whole number from 1 on"),
+        ({"compression": Compression(warmup_steps=-1)}, "warmup_steps must be"),
+        (
+            {"compression": Compression("int8", [("*.bias", None)])},
+            "rules of a Compression and averaging in rounds",
+        ),
+        ({"compression": Compression("int8", allow="4bit")}, "allow='4bit' goes with compression=\"auto\""),
+        ({"compression": Compression("auto", allow="4bit")}, 'compression="auto" and averaging in rounds'),
+        ({"compression": Compression("topk")}, "core's codecs .*int4.*not TopK"),
         ({"compression": "topk"}, "core's codecs .*int4.*not TopK"),
         ({"compression": "int3"}, "unknown compressor 'int3'"),
         ({"outer": {"lr": 0}}, "outer: lr must be"),
@@ -419,6 +427,36 @@ def test_bad_arguments_are_refused_in_words(one_rank: None, arguments: dict[str,
     inner = sgd(list(module.parameters())) if inner is None else inner
     with pytest.raises(InvalidArgumentError, match=words):
         DiLoCo(module, inner, **arguments)
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, LocalSGD])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("delay", "fragments=ringdp.Fragments(…, delay=…)"),
+        ("mix", "fragments=ringdp.Fragments(…, mix=…)"),
+        ("warmup_steps", "compression=ringdp.Compression(…, warmup_steps=…)"),
+    ],
+)
+def test_an_argument_that_it_had_names_its_place(kind: Any, name: str, place: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{kind.__name__} has no argument {name!r}: {place} has it")):
+        kind(None, None, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"count": 0}, "count must be a whole number from 1 on"),
+        ({"count": True}, "count must be"),
+        ({"delay": -1}, "delay must be a whole number from 0 on"),
+        ({"mix": 1.0}, "mix must be a number from 0"),
+        ({"mix": "half"}, "mix must be"),
+    ],
+    ids=str,
+)
+def test_fragments_that_cannot_be_used_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"Fragments: {words}"):
+        Fragments(**given)
 
 
 def test_models_and_optimizers_that_do_not_fit_are_refused(one_rank: None) -> None:
@@ -572,7 +610,7 @@ def test_steps_that_a_loss_scaler_skips_count(kind: str) -> None:
 
 def rank_is_unequal() -> int:
     rank = dist.get_rank()
-    numbers: Any = {"every": 12, "fragments": 2, "delay": 1, "outer": {"lr": 1.0}}
+    numbers: Any = {"every": 12, "fragments": Fragments(2, delay=1), "outer": {"lr": 1.0}}
     module, optimizer, rounds = built(inner=sgd, unequal=True, compression="int8", **numbers)
     step = 0
     while rounds.round < 4:
@@ -639,7 +677,7 @@ def test_tied_frozen_and_odd_parameters(compiled: bool) -> None:
     odd = Odd()
     module: Any = torch.compile(odd, backend="aot_eager") if compiled else odd
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
-    rounds = DiLoCo(module, optimizer, every=3, fragments=3, delay=1, compression="int4")
+    rounds = DiLoCo(module, optimizer, every=3, fragments=Fragments(3, delay=1), compression="int4")
     require_same_bits(values(module))
     steps_of(module, optimizer, 1, 8)
     buffers: dict[str, Any] = dict(odd.named_buffers())
@@ -661,7 +699,7 @@ def test_parameters_that_change_are_refused_and_it_goes_on() -> None:
     module = reference.model(torch.float32)
     module.get_parameter("2.bias").requires_grad_(False)
     optimizer = sgd(list(module.parameters()))
-    arguments: Any = {"every": 4, "fragments": 2, "delay": 1}
+    arguments: Any = {"every": 4, "fragments": Fragments(2, delay=1)}
     rounds = DiLoCo(module, optimizer, **arguments)
 
     def trains(first: int, last: int) -> None:
@@ -745,7 +783,13 @@ def test_exact_inside_and_rounds_between(unequal: bool) -> None:
     model = ringdp.RingDP(module, process_group=inside, guard=1)
     optimizer = adamw(list(model.parameters()))
     rounds = DiLoCo(
-        model, optimizer, every=4, fragments=2, delay=1, compression="int4", process_group=between, unequal=unequal
+        model,
+        optimizer,
+        every=4,
+        fragments=Fragments(2, delay=1),
+        compression="int4",
+        process_group=between,
+        unequal=unequal,
     )
     step = 0
     while (rounds.round < 3) if unequal else (step < 12):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ringdp import _C
 from ringdp.errors import InvalidArgumentError, MismatchError, SystemResourceError
-from ringdp.nn import ShardedEmbedding
+from ringdp.nn import Adagrad, Adam, Growing, Normal, ShardedEmbedding
 from ringdp.nn.owners import RowOwners
 from tests.train import embedding_cases as cases
 from tests.train.harness import errors_of, run_ranks
@@ -188,17 +188,46 @@ def test_it_learns_beside_ringdp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kind", "given", "words"),
     [
-        ({"std": float("nan")}, "std must be a finite number from 0 on, not nan"),
-        ({"lr": float("inf")}, "lr and eps must be finite"),
-        ({"eps": float("nan")}, "lr and eps must be finite"),
-        ({"betas": (0.9, float("nan"))}, "betas from 0 to below 1"),
+        (Normal, {"std": float("nan")}, "Normal: std must be a number from 0 on, not nan"),
+        (Normal, {"seed": 0.5}, "Normal: seed must be a whole number, not 0.5"),
+        (Adagrad, {"eps": float("nan")}, "Adagrad: eps must be a number from 0 on"),
+        (Adagrad, {"rowwise": 1}, "Adagrad: rowwise must be True or False"),
+        (Adam, {"betas": (0.9, float("nan"))}, "Adam: betas must be a number from 0 to below 1"),
+        (Adam, {"betas": (0.9,)}, "Adam: betas must be two numbers"),
+        (Growing, {"admit_after": 0}, "Growing: admit_after must be a whole number from 1 on"),
+        (Growing, {"evict_after": 0}, "Growing: evict_after must be"),
+        (ShardedEmbedding, {"lr": float("inf")}, "lr must be a number from 0 on, not inf"),
+        (ShardedEmbedding, {"optimizer": "lamb"}, "optimizer must be one of sgd, adagrad"),
+        (ShardedEmbedding, {"optimizer": Adam}, "optimizer must be one of sgd, adagrad"),
+        (ShardedEmbedding, {"weight": 1.0}, "weight must be a tensor, a Normal or None, not 1.0"),
+        (ShardedEmbedding, {"weight": torch.zeros(10, 3)}, "weight is [10, 3], not [10, 4]"),
+        (ShardedEmbedding, {"num_embeddings": None, "weight": torch.zeros(10, 4)}, "begins without rows"),
+        (ShardedEmbedding, {"num_embeddings": "10"}, "num_embeddings must be a number, a Growing or None, not '10'"),
     ],
 )
-def test_numbers_that_are_none_are_refused(options: dict[str, Any], words: str) -> None:
+def test_values_that_cannot_be_used_are_refused(kind: Any, given: dict[str, Any], words: str) -> None:
+    if kind is ShardedEmbedding:
+        given = {"num_embeddings": 10, "embedding_dim": 4, **given}
     with pytest.raises(InvalidArgumentError, match=re.escape(words)):
-        ShardedEmbedding(10, 4, **options)
+        kind(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("eps", "ringdp.nn.Adam(eps=…)"),
+        ("betas", "optimizer=ringdp.nn.Adam(betas=…)"),
+        ("std", "weight=ringdp.nn.Normal(std=…)"),
+        ("seed", "weight=ringdp.nn.Normal(seed=…)"),
+        ("admit_after", "num_embeddings=ringdp.nn.Growing(admit_after=…)"),
+        ("evict_after", "num_embeddings=ringdp.nn.Growing(evict_after=…)"),
+    ],
+)
+def test_an_argument_that_it_had_names_its_place(name: str, place: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{place} has it")):
+        ShardedEmbedding(10, 4, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_a_state_without_the_rows_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,7 @@ def train(plan: Plan, state: dict[str, Any] | None = None) -> Story:
     x, y = data()
     net = Net()
     model = ringdp.RingDP(net, weight="samples")
-    sampler = ringdp.data.BalancedSampler(SAMPLES, BATCH, balance=plan.shares, least=0)
+    sampler = ringdp.data.BalancedSampler(SAMPLES, BATCH, balance=plan.shares, limits=ringdp.data.Limits(0))
     sampler.watch(model, forwards=1 + len(plan.cuts))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     if state is not None:

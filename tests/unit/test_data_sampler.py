@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringdp.data import BalancedSampler, agreement, sampler
+from ringdp.data import BalancedSampler, Limits, agreement, sampler
 from ringdp.data.order import GlobalBatches
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import agreement as job_agreement
@@ -247,7 +247,7 @@ def test_a_rank_with_half_the_speed_gets_half_the_samples_and_overhead_is_learnt
 
 def test_limits_and_multiples_hold_while_speeds_change() -> None:
     with one_process():
-        ranks = make(2, 10**6, 128, [3, 0], least=[24, 8], most=[104, 72], multiple=8)
+        ranks = make(2, 10**6, 128, [3, 0], limits=Limits([24, 8], [104, 72], 8))
         for rank in ranks:
             rank.begin()
         taken = train(ranks, lambda r, s, b: b * (1.0 if (s < 200) == (r == 0) else 9.0), 400)
@@ -290,7 +290,7 @@ def run_out_of_memory(ranks: list[Rank], guilty: int, most: int, steps: int) -> 
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_a_rank_that_ran_out_of_memory_gets_half_from_then_on(options: dict[str, Any], forwards: int) -> None:
     with one_process():
-        ranks = make(3, 48 * 80, 48, [5, 0, 2], multiple=2, **options)
+        ranks = make(3, 48 * 80, 48, [5, 0, 2], limits=Limits(multiple=2), **options)
         if forwards == 2:
             for rank in ranks:
                 rank.sampler.watch(rank.model, forwards=2)
@@ -315,7 +315,7 @@ def test_a_rank_that_ran_out_of_memory_gets_half_from_then_on(options: dict[str,
 
 def test_ranks_that_cannot_take_a_batch_any_more_all_say_so() -> None:
     with one_process():
-        ranks = make(2, 48 * 80, 48, [0, 0], most=24)
+        ranks = make(2, 48 * 80, 48, [0, 0], limits=Limits(most=24))
         for rank in ranks:
             rank.begin()
         words = r"since rank 1 ran out of memory 2 ranks with most=\[24, 12\].*take 36 samples, and global_batch=48"
@@ -444,16 +444,17 @@ class Stream(IterableDataset[int]):
         ((0, 10), {}, "dataset's length"),
         ((5, 10), {"drop_last": True}, "5 samples do not fill one global batch of 10"),
         ((101, 10), {}, "the last batch of an epoch has 1 samples for 4 ranks: give drop_last=True"),
-        ((100, 10), {"least": 3}, "4 ranks with least=3 .* need 12 samples, and global_batch=10"),
-        ((100, 10), {"most": 2}, "4 ranks with most=2 .* take 8 samples, and global_batch=10"),
-        ((100, 10), {"most": [2, 2, 2, 3]}, r"most=\[2, 2, 2, 3\] .* take 9"),
-        ((100, 10), {"least": [1, 2]}, "one for each of the 4 ranks"),
-        ((100, 10), {"multiple": 3}, "global_batch=10 is not a multiple of multiple=3"),
-        ((100, 16), {"multiple": 4, "least": 5, "most": 7}, "no multiple of 4 lies between least=5 and most=7"),
+        ((100, 10), {"limits": Limits(3)}, "4 ranks with least=3 .* need 12 samples, and global_batch=10"),
+        ((100, 10), {"limits": Limits(most=2)}, "4 ranks with most=2 .* take 8 samples, and global_batch=10"),
+        ((100, 10), {"limits": Limits(most=[2, 2, 2, 3])}, r"most=\[2, 2, 2, 3\] .* take 9"),
+        ((100, 10), {"limits": Limits([1, 2])}, "one for each of the 4 ranks"),
+        ((100, 10), {"limits": Limits(multiple=3)}, "global_batch=10 is not a multiple of multiple=3"),
+        ((100, 16), {"limits": Limits(5, 7, 4)}, "no multiple of 4 lies between least=5 and most=7"),
         ((100, 10), {"balance": "fast"}, "'speed', 'equal', or a number above 0 for each of the 4 ranks, not 'fast'"),
         ((100, 10), {"balance": [1, 2, 3]}, "a number above 0 for each of the 4 ranks"),
         ((100, 10), {"balance": [1, 2, 3, float("nan")]}, "a number above 0"),
         ((100, 10), {"balance": [1, 2, 3, 0]}, "a number above 0"),
+        ((100, 10), {"limits": 3}, "limits must be a ringdp.data.Limits, not 3"),
         ((100, 10), {"seed": "x"}, "seed must be a whole number"),
     ],
 )
@@ -462,9 +463,29 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: Any, options: dict
         BalancedSampler(*arguments, group=Group(0, 4), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"least": -1}, "least must be a whole number from 0 on, not -1"),
+        ({"least": "all"}, "least must be a number, or one for each rank"),
+        ({"most": [4, 0]}, "most must be a whole number from 1 on, not 0"),
+        ({"multiple": 0}, "multiple must be a whole number from 1 on"),
+    ],
+)
+def test_limits_that_cannot_be_used_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"Limits: {words}"):
+        Limits(**given)
+
+
+@pytest.mark.parametrize("name", ["least", "most", "multiple"])
+def test_an_argument_that_it_had_names_its_place(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"no argument '{name}': limits=ringdp.data.Limits\({name}=…\) has it"):
+        BalancedSampler(100, 10, **{name: 2})  # type: ignore[arg-type]
+
+
 def test_an_empty_batch_comes_only_to_who_allows_it() -> None:
     with one_process():
-        made = [BalancedSampler(9, 8, group=Group(r, 2), least=0, balance="equal") for r in range(2)]  # type: ignore[arg-type]
+        made = [BalancedSampler(9, 8, group=Group(r, 2), limits=Limits(0), balance="equal") for r in range(2)]  # type: ignore[arg-type]
         assert [[len(batch) for batch in one] for one in made] == [[4, 1], [4, 0]]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringdp.data.speed import UNKNOWN, Measured, SpeedModel, worth_it
-from ringdp.data.split import Limits, Pace, split
+from ringdp.data.split import Pace, RankLimits, split
 from ringdp.errors import InvalidArgumentError
 
 
@@ -73,7 +73,7 @@ def test_times_that_cannot_be_are_refused(work: float, seconds: float) -> None:
         SpeedModel().add(work, seconds)
 
 
-_LIMITS = Limits((1, 1), (64, 64))
+_LIMITS = RankLimits((1, 1), (64, 64))
 
 
 def _of_64(paces: Sequence[Pace]) -> list[int]:
@@ -103,5 +103,5 @@ def test_a_split_is_left_for_whole_samples_that_are_gained() -> None:
 def test_the_split_that_was_chosen_is_not_left_again(seconds: list[float]) -> None:
     measured = [Measured(Pace(it)) for it in seconds]
     n = len(seconds)
-    limits = Limits((1,) * n, (256,) * n)
+    limits = RankLimits((1,) * n, (256,) * n)
     assert not worth_it(measured, tuple(one.pace for one in measured), lambda by: split(by, 256, limits, None, 256))

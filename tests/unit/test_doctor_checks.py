@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringdp.tools.doctor import registry
-from ringdp.tools.doctor.checks import (
-    clock,
-    devices,
-    interfaces,
-    limits,
-    memory,
-    names,
-    ports,
-    processor,
-    settings,
-    versions,
-    wide_area,
-)
+from ringdp.tools.doctor.checks import machine, network, software, wide_area
 from ringdp.tools.doctor.finding import Finding, Verdict
 from ringdp.tools.doctor.host import Host, Thresholds
 from tests.helpers import need
@@ -60,7 +48,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_are_made(caplog: pytest.
         raise KeyError("speed")
 
     with caplog.at_level(logging.DEBUG, "ringdp.doctor"):
-        found = registry.run_checks(Host(), {"broken": broken, "limits": limits.check})
+        found = registry.run_checks(Host(), {"broken": broken, "limits": machine.limits})
     assert found[0].check == "broken"
     assert found[0].verdict is Verdict.PROBLEM
     assert "KeyError: 'speed'" in found[0].sentence
@@ -84,14 +72,14 @@ def test_group_limits_of_both_versions(tmp_path: Path, root: bool) -> None:
 
 
 def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
-    assert verdicts(processor.cores(8, 8, None, 4)) == ["ok"]
-    crowded = only(processor.cores(2, 2, None, 4))
+    assert verdicts(machine.cores(8, 8, None, 4)) == ["ok"]
+    crowded = only(machine.cores(2, 2, None, 4))
     assert crowded.verdict is Verdict.NOTE
     assert "start 2 ranks" in crowded.remedy
-    low, _ = processor.cores(8, 8, 1.5, 1)
+    low, _ = machine.cores(8, 8, 1.5, 1)
     assert "quota gives 1.5 of the 8 cores" in low.sentence
     root = tree(tmp_path, **{"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"})
-    found = list(processor.check(Host(root=root, cores=4, environ={})))
+    found = list(machine.processor(Host(root=root, cores=4, environ={})))
     assert found[0].facts["quota"] == 0.5
 
 
@@ -100,51 +88,51 @@ def test_numa_nodes_and_threads(tmp_path: Path) -> None:
     root = tree(
         tmp_path, **{f"{node}/node0/cpulist": "0-7", f"{node}/node1/cpulist": "8-15", f"{node}/node2/cpulist": ""}
     )
-    found = only(processor.nodes(Host(root=root)))
+    found = only(machine.nodes(Host(root=root)))
     assert "2 NUMA nodes (node0 has cores 0-7, node1 has cores 8-15)" in found.sentence
     host = Host(environ={"OMP_NUM_THREADS": "4"}, cores=8, local_ranks=4)
-    assert "OMP_NUM_THREADS=4 on 4 ranks is more than the 8 cores" in only(processor.computing_threads(host)).sentence
-    assert verdicts(processor.computing_threads(Host(environ={"OMP_NUM_THREADS": "two"}))) == ["problem"]
-    assert verdicts(processor.computing_threads(Host(environ={"OMP_NUM_THREADS": "4"}, cores=8, local_ranks=2))) == []
+    assert "OMP_NUM_THREADS=4 on 4 ranks is more than the 8 cores" in only(machine.computing_threads(host)).sentence
+    assert verdicts(machine.computing_threads(Host(environ={"OMP_NUM_THREADS": "two"}))) == ["problem"]
+    assert verdicts(machine.computing_threads(Host(environ={"OMP_NUM_THREADS": "4"}, cores=8, local_ranks=2))) == []
 
 
 def test_memory_and_what_loaders_need() -> None:
     text = "MemTotal:       1000 kB\nMemAvailable:    50 kB\nHugePages_Total:       0\nSwapTotal: 10 kB\n"
-    found = memory.meminfo(text)
+    found = machine.meminfo(text)
     assert found == {"MemTotal": 1024000, "MemAvailable": 51200, "SwapTotal": 10240}
-    little, limited = memory.amounts(found, 512_000)
+    little, limited = machine.amounts(found, 512_000)
     assert little.verdict is Verdict.NOTE
     assert "the control group allows 500 KiB" in limited.sentence
-    assert verdicts(memory.amounts({}, None)) == []
-    docker = only(memory.of_data_loaders((64 * MIB, 64 * MIB), None))
+    assert verdicts(machine.amounts({}, None)) == []
+    docker = only(machine.of_data_loaders((64 * MIB, 64 * MIB), None))
     assert docker.verdict is Verdict.NOTE
     assert "--shm-size" in docker.remedy
-    assert verdicts(memory.of_data_loaders((300 * MIB, 300 * MIB), None)) == ["ok"]
-    assert verdicts(memory.of_data_loaders((300 * MIB, 300 * MIB), 400 * MIB)) == ["problem"]
-    assert verdicts(memory.of_data_loaders(None, None)) == ["note"]
+    assert verdicts(machine.of_data_loaders((300 * MIB, 300 * MIB), None)) == ["ok"]
+    assert verdicts(machine.of_data_loaders((300 * MIB, 300 * MIB), 400 * MIB)) == ["problem"]
+    assert verdicts(machine.of_data_loaders(None, None)) == ["note"]
 
 
 def test_huge_pages() -> None:
-    assert memory.bracketed("always [madvise] never") == "madvise"
-    assert verdicts(memory.huge_pages("always madvise [never]", None)) == ["note"]
-    assert verdicts(memory.huge_pages("[always] madvise never", "always [never]")) == ["ok"]
-    assert verdicts(memory.huge_pages(None, None)) == []
+    assert machine.bracketed("always [madvise] never") == "madvise"
+    assert verdicts(machine.huge_pages("always madvise [never]", None)) == ["note"]
+    assert verdicts(machine.huge_pages("[always] madvise never", "always [never]")) == ["ok"]
+    assert verdicts(machine.huge_pages(None, None)) == []
 
 
 def test_limits() -> None:
-    assert verdicts(limits.descriptors(1024, 4096, 2, None)) == ["ok"]
-    few = only(limits.descriptors(256, 4096, 2, None))
+    assert verdicts(machine.descriptors(1024, 4096, 2, None)) == ["ok"]
+    few = only(machine.descriptors(256, 4096, 2, None))
     assert few.verdict is Verdict.PROBLEM
     assert "ulimit -n" in few.remedy
-    assert verdicts(limits.descriptors(1024, 4096, 1024, None)) == ["problem"]
-    assert verdicts(limits.descriptors(1024, 4096, 2, 4096)) == ["problem"]
-    assert verdicts(limits.descriptors(350, 4096, 2, None)) == ["note"]
-    assert verdicts(limits.descriptors(-1, -1, 10_000, 10_000)) == ["ok"]
-    assert verdicts(limits.lockable(65536, has_rdma=False)) == ["ok"]
-    assert verdicts(limits.lockable(65536, has_rdma=True)) == ["note"]
-    assert verdicts(limits.lockable(-1, has_rdma=True)) == ["ok"]
-    assert verdicts(limits.startable(100)) == ["note"]
-    assert verdicts(limits.startable(None)) == []
+    assert verdicts(machine.descriptors(1024, 4096, 1024, None)) == ["problem"]
+    assert verdicts(machine.descriptors(1024, 4096, 2, 4096)) == ["problem"]
+    assert verdicts(machine.descriptors(350, 4096, 2, None)) == ["note"]
+    assert verdicts(machine.descriptors(-1, -1, 10_000, 10_000)) == ["ok"]
+    assert verdicts(machine.lockable(65536, has_rdma=False)) == ["ok"]
+    assert verdicts(machine.lockable(65536, has_rdma=True)) == ["note"]
+    assert verdicts(machine.lockable(-1, has_rdma=True)) == ["ok"]
+    assert verdicts(machine.startable(100)) == ["note"]
+    assert verdicts(machine.startable(None)) == []
 
 
 @pytest.mark.parametrize(
@@ -159,10 +147,10 @@ def test_limits() -> None:
     ],
 )
 def test_a_name_that_stands_for_loopback(addresses: list[str] | str, verdict: str) -> None:
-    assert verdicts(names.resolved("node1", addresses)) == [verdict]
+    assert verdicts(network.resolved("node1", addresses)) == [verdict]
 
 
-def card(name: str, ip: str, **more: object) -> interfaces.Row:
+def card(name: str, ip: str, **more: object) -> network.Row:
     usual = {"prefix_bits": 24, "loopback": False, "running": True, "mbit_per_s": None, "mtu": 1500}
     return {"name": name, "ip": ip, **usual, "wireless": False, "half_duplex": False, **more}
 
@@ -174,50 +162,50 @@ def test_interfaces_and_why_they_are_used(tmp_path: Path) -> None:
         card("docker0", "172.17.0.1"),
     )
     used = [("eth0", "10.0.0.5"), ("docker0", "172.17.0.1")]
-    lo, first, bridge = interfaces.described([loopback, eth, docker], used, "")
+    lo, first, bridge = network.described([loopback, eth, docker], used, "")
     assert "loopback serves this host only" in lo.sentence
     assert "used between hosts, number 1 of 2 (it is up)" in first.sentence
     assert bridge.verdict is Verdict.NOTE
     assert bridge.remedy.startswith("RINGDP_IFACE=^docker0 ")
-    _, _, left_out = interfaces.described([loopback, eth, docker], used[:1], "eth0")
+    _, _, left_out = network.described([loopback, eth, docker], used[:1], "eth0")
     assert "left out by RINGDP_IFACE=eth0" in left_out.sentence
     for more in ({"running": False}, {"wireless": True}, {"half_duplex": True}, {"mtu": 576}):
-        assert verdicts(interfaces.described([card("eth0", "10.0.0.5", **more)], used[:1], "")) == ["note"]
+        assert verdicts(network.described([card("eth0", "10.0.0.5", **more)], used[:1], "")) == ["note"]
     folder = "sys/class/net/eth0"
     root = tree(tmp_path, **{f"{folder}/speed": "-1\n", f"{folder}/mtu": "9000\n", f"{folder}/duplex": "half\n"})
-    found = interfaces.attributes(Host(root=root), "eth0")
+    found = network.attributes(Host(root=root), "eth0")
     assert found == {"mbit_per_s": None, "mtu": 9000, "wireless": False, "half_duplex": True}
-    assert interfaces.attributes(Host(root=root), "eth1")["mtu"] is None
+    assert network.attributes(Host(root=root), "eth1")["mtu"] is None
 
 
 def test_a_slow_card_before_a_fast_one() -> None:
     slow, fast = card("eth0", "10.0.0.5", mbit_per_s=1000), card("ib0", "10.1.0.5", mbit_per_s=100_000)
     used = [("eth0", "10.0.0.5"), ("ib0", "10.1.0.5")]
-    found = only(interfaces.order([slow, fast], used))
+    found = only(network.order([slow, fast], used))
     assert "eth0 (1 Gbit/s) is tried before ib0 (100 Gbit/s)" in found.sentence
     assert found.remedy == "RINGDP_IFACE=ib0,eth0 on every host"
-    assert list(interfaces.order([slow, fast], used[::-1])) == []
-    assert list(interfaces.order([slow, card("ib0", "10.1.0.5")], used)) == []  # whose speed nobody knows
+    assert list(network.order([slow, fast], used[::-1])) == []
+    assert list(network.order([slow, card("ib0", "10.1.0.5")], used)) == []  # whose speed nobody knows
 
 
 def test_the_core_lists_and_chooses_interfaces() -> None:
-    rows = interfaces.every()
+    rows = network.every()
     assert ("lo", "127.0.0.1") in {(row["name"], row["ip"]) for row in rows}
-    chosen = interfaces.selected("=lo")
+    chosen = network.selected("=lo")
     assert not isinstance(chosen, str)
     assert {row["name"] for row in chosen} == {"lo"}
-    wrong = interfaces.selected("nothere7")
+    wrong = network.selected("nothere7")
     assert isinstance(wrong, str)
     assert "RINGDP_IFACE names no interface that is up: 'nothere7'" in wrong
 
 
 def test_ports() -> None:
-    assert ports.why_not("127.0.0.1", 0) is None
-    assert ports.why_not("192.0.2.77", 0) is not None
-    assert verdicts(ports.any_port(["192.0.2.77"], None)) == ["problem"]
-    assert verdicts(ports.of_range(29600, 29601, [29600], 2)) == ["problem"]
-    assert verdicts(ports.of_range(29600, 29601, [29600, 29601], 2)) == ["ok"]
-    assert verdicts(ports.of_range(600, 601, [600, 601], 2)) == ["note"]
+    assert network.why_not("127.0.0.1", 0) is None
+    assert network.why_not("192.0.2.77", 0) is not None
+    assert verdicts(network.any_port(["192.0.2.77"], None)) == ["problem"]
+    assert verdicts(network.of_range(29600, 29601, [29600], 2)) == ["problem"]
+    assert verdicts(network.of_range(29600, 29601, [29600, 29601], 2)) == ["ok"]
+    assert verdicts(network.of_range(600, 601, [600, 601], 2)) == ["note"]
 
 
 def test_wide_area_links() -> None:
@@ -248,19 +236,19 @@ def test_wide_area_links() -> None:
 
 
 def test_clocks() -> None:
-    assert verdicts(clock.synchronised(clock.UNSYNCHRONISED)) == ["note"]
-    assert verdicts(clock.synchronised(0)) == ["ok"]
-    assert verdicts(clock.synchronised(None)) == []
-    assert verdicts(clock.source("hpet")) == ["note"]
-    assert verdicts(clock.source("kvm-clock")) == []
-    assert isinstance(clock.kernel_status(), int | None)
+    assert verdicts(machine.synchronised(machine.UNSYNCHRONISED)) == ["note"]
+    assert verdicts(machine.synchronised(0)) == ["ok"]
+    assert verdicts(machine.synchronised(None)) == []
+    assert verdicts(machine.source("hpet")) == ["note"]
+    assert verdicts(machine.source("kvm-clock")) == []
+    assert isinstance(machine.kernel_status(), int | None)
 
 
 def test_gpus_that_torch_cannot_use() -> None:
     def found(**more: object) -> list[str]:
         usual = {"built_for": "13.0", "has_driver": True, "count": 2, "nccl": "2.27.3", "visible": None}
         values = usual | more
-        return verdicts(devices.found(values.pop("built_for"), **values))  # type: ignore[arg-type]
+        return verdicts(software.gpus(values.pop("built_for"), **values))  # type: ignore[arg-type]
 
     assert found() == ["ok"]
     assert found(built_for=None, count=0) == ["note"]
@@ -271,19 +259,19 @@ def test_gpus_that_torch_cannot_use() -> None:
 @pytest.mark.filterwarnings("ignore:RINGDP_IFACES")
 def test_settings_that_cannot_be_used_or_mean_nothing() -> None:
     host = Host(environ={"RINGDP_IFACES": "eth0", "RINGDP_SPIN_US": "many", "RINGDP_SECRET_FILE": "", "HOME": "/root"})
-    found = list(settings.check(host))
+    found = list(software.settings(host))
     assert verdicts(found) == ["problem", "problem", "ok"]
     assert "RINGDP_SPIN_US=many" in found[0].sentence
     assert "write RINGDP_IFACE," in found[1].remedy
-    assert settings.chosen(host) == {"RINGDP_IFACES": "eth0", "RINGDP_SPIN_US": "many"}
+    assert software.chosen(host) == {"RINGDP_IFACES": "eth0", "RINGDP_SPIN_US": "many"}
     secret = Host(environ={"RINGDP_SECRET_FILE": "/tmp/secret"})
-    assert "RINGDP_SECRET_FILE" not in settings.chosen(secret)
+    assert "RINGDP_SECRET_FILE" not in software.chosen(secret)
 
 
 def test_versions_name_the_processor(tmp_path: Path) -> None:
     root = tree(tmp_path, **{"proc/cpuinfo": "processor : 0\nmodel name\t: AMD  EPYC 7\n"})
-    assert versions.processor_name(Host(root=root)) == "AMD EPYC 7"
-    assert versions.processor_name(Host(root=tmp_path / "empty")) is None
+    assert software.processor_name(Host(root=root)) == "AMD EPYC 7"
+    assert software.processor_name(Host(root=tmp_path / "empty")) is None
 
 
 def test_thresholds_reach_the_checks(tmp_path: Path) -> None:

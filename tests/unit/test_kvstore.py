@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ringdp import kvstore
+from ringdp.compression import Compression
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.kvstore.keys import UNIT, Cut, Owners
 from ringdp.kvstore.updates import resolve
@@ -98,6 +99,9 @@ def integer_with_optimizer(store: kvstore.KVStore) -> None:
         (lambda store: store.set_gradient_compression({"type": "3bit"}), "3bit"),
         (lambda store: store.set_gradient_compression({"threshold": 1}), "type"),
         (lambda store: store.set_gradient_compression("auto"), "RingDP"),
+        (lambda store: store.set_gradient_compression(Compression("auto", allow="4bit")), "RingDP"),
+        (lambda store: store.set_gradient_compression(Compression("int8", [("w", None)])), "rules of a Compression"),
+        (lambda store: store.set_gradient_compression(Compression("int8", warmup_steps=3)), "does not count steps"),
         (lambda store: store.load_state_dict({}), "not the state"),
         (lambda store: integer_with_optimizer(store), "SGD cannot update key 'n' of torch.int64"),
     ],

@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"errors", "values", "config", "job"},
     "kvstore": {"errors", "refusals", "config", "job", "compression", "hooks", "_C"},
     "nn": {"errors", "values", "job", "kvstore", "_C"},
-    "rounds": {"errors", "values", "config", "job", "compression", "ddp", "_C"},
+    "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
     "launcher": {"", "_early", "errors", "refusals", "config", "diagnosis"},
     "launch": {"launcher", "job"},
     "_autoload": {"job"},

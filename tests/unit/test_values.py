@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,19 @@ def test_what_is_taken_and_what_is_said(
         with pytest.raises(InvalidArgumentError) as caught:
             check(value)
         assert str(caught.value) == f"X: n must be {allowed}, not {value!r}"
+
+
+def test_an_argument_that_moved_names_its_place() -> None:
+    @values.moved("X", {"old": "new=Y(old=…)"})
+    def call(one: int, *, new: int = 0) -> int:
+        return one + new
+
+    assert call(1, new=2) == 3
+    assert list(inspect.signature(call).parameters) == ["one", "new"]
+    with pytest.raises(TypeError, match=re.escape("X has no argument 'old': new=Y(old=…) has it")):
+        call(1, old=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        call(1, other=2)  # type: ignore[call-arg]
 
 
 def test_a_long_value_is_named_by_its_type() -> None:

@@ -1,9 +1,9 @@
 """How the ranks' payloads of a bucket become one mean: the messages, the adding ranks, the order. Moves no bytes
 itself.
 
-`layout` is where to begin: it cuts a bucket into sections and runs the exchange of each kind of aggregate (`owner`,
-`merged`, `gather`, `summed`, `rounds`), a generator that yields `requests` and is sent their answers. A process group
-answers them, or a simulation of all ranks in one process.
+`layout` is where to begin: it cuts a bucket into sections and runs the exchange of each kind of aggregate (in `owner`,
+`whole` and `rounds`), a generator that yields `requests` and is sent their answers. A process group answers them, or a
+simulation of all ranks in one process.
 """
 
 from ringdp.compression.exchange.agreement import agree

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Generator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -35,30 +35,32 @@ def agree(lines: Sequence[str], device: torch.device, rank: int) -> Generator[Re
     Raises:
         MismatchError: they differ; names the first parameter that differs and both ranks' lines.
     """
-    mine = torch.tensor([fingerprint(lines), len(lines)], dtype=torch.int64, device=device)
-    all_ranks = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
-    other = next((r for r, theirs in enumerate(all_ranks) if theirs != all_ranks[0]), None)
-    if other is None:
+    all_ranks = yield from _gather_numbers([fingerprint(lines), len(lines)], device)
+    if all(theirs == all_ranks[0] for theirs in all_ranks):
         return
-    shortest = min(count for _, count in all_ranks)
-    hashes = torch.tensor([zlib.crc32(line.encode()) for line in lines[:shortest]], device=device, dtype=torch.int64)
-    rows = (yield AllGather(hashes.view(torch.uint8))).view(torch.int64).view(len(all_ranks), -1)
-    differing = (rows != rows[:1]).any(0).nonzero().view(-1).tolist()
-    at = differing[0] if differing else shortest
-    line = lines[at] if at < len(lines) else "no further parameter"
-    texts = yield from gather_text(line, device)
-    r = next(r for r, text in enumerate(texts) if text != texts[0])
+    text = "\0".join(lines)
+    lengths = yield from _gather_numbers([len(text.encode())], device)
+    texts = yield from gather_text(text, device, max(length for (length,) in lengths))
+    columns = zip_longest(*(theirs.split("\0") for theirs in texts), fillvalue="no further parameter")
+    column = next(of_ranks for of_ranks in columns if len(set(of_ranks)) > 1)
+    r = next(r for r, line in enumerate(column) if line != column[0])
     raise MismatchError(
-        f"the ranks do not compress the same: rank 0 has {texts[0]}; rank {r} has {texts[r]}."
+        f"the ranks do not compress the same: rank 0 has {column[0]}; rank {r} has {column[r]}."
         " Give all ranks the same compressors and rules.",
         rank=rank,
         peer=r if rank == 0 else 0,
     )
 
 
-def gather_text(text: str, device: torch.device) -> Generator[Request, Any, list[str]]:
-    """Each rank's text, its first 512 bytes."""
-    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+def _gather_numbers(numbers: list[int], device: torch.device) -> Generator[Request, Any, list[list[int]]]:
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows: list[list[int]] = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).tolist()
+    return rows
+
+
+def gather_text(text: str, device: torch.device, room: int = _TEXT_BYTES) -> Generator[Request, Any, list[str]]:
+    """Each rank's text, its first `room` bytes."""
+    data = text.encode()[:room].ljust(room, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     rows = (yield AllGather(mine)).cpu()
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -134,8 +136,7 @@ def _raise_together(error: BaseException | None, plan: Plan, rank: int) -> Gener
 
 
 def _compare_steps(plan: Plan, coder: Coder) -> Generator[Request, Any, None]:
-    mine = torch.tensor([coder.step], dtype=torch.int64, device=plan.device)
-    steps = (yield AllGather(mine.view(torch.uint8))).view(torch.int64).view(-1).tolist()
+    steps = [step for (step,) in (yield from _gather_numbers([coder.step], plan.device))]
     other = next((r for r, step in enumerate(steps) if step != steps[0]), None)
     if other is not None:
         raise MismatchError(

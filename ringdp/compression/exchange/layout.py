@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ringdp.compression.exchange.agreement import agree
-from ringdp.compression.exchange.gather import gather_exchange
-from ringdp.compression.exchange.merged import merge_exchange
-from ringdp.compression.exchange.owner import owner_exchange
+from ringdp.compression.exchange.owner import merge_exchange, owner_exchange
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
 from ringdp.compression.exchange.rounds import learn, rounds_exchange
 from ringdp.compression.exchange.section import Coder, Section
-from ringdp.compression.exchange.summed import sum_exchange
+from ringdp.compression.exchange.whole import gather_exchange, sum_exchange
 from ringdp.compression.protocol import Compressor
 from ringdp.errors import MismatchError
 

@@ -67,6 +67,13 @@ class Outgoing:
         """The payloads of a part that is not sent."""
         return self._payloads.pop(part)
 
+    def take_or_zeros(self, part: int) -> list[Payload]:
+        """As `take`; zeros of the promised forms after an error."""
+        if self.error is None:
+            return self.take(part)
+        device = self._plan.device
+        return [tuple(torch.zeros(f.shape, dtype=f.dtype, device=device) for f in it) for it in self._forms[part]]
+
     def size(self, part: int) -> int:
         return message_bytes(self._plan, self._forms[part])
 

@@ -1,8 +1,11 @@
-"""``aggregate="owner"``: every element has one owner, which adds up, encodes the mean once more, and sends it to all.
+"""``aggregate="owner"`` and ``"merge"``: every element has one owner, which makes the mean and sends it to all.
 
 Rank r encodes the parts of the others and sends each to its owner. The owner decodes them, adds in rank order, its own
 part as it is, divides, and encodes. All ranks, the owner too, decode the owner's bytes, so all have the same bits.
 As many bytes as an all-reduce of the codes, and two encodings, however many ranks there are.
+
+With "merge" the owner adds up payloads as they are, without decoding them to dense elements; it encodes its own part,
+too. The error of the merged payload is the owner's residual.
 
 The exchange is a generator: it yields a request (`AllToAll`, `AllGather`), is sent the answer, and never calls a
 process group, so a simulation of all ranks runs the same code. Every message begins with the sender's flags and status:
@@ -12,7 +15,7 @@ no rank waits. Runs on the hook's communication thread (`hooks/comm_threads.py`)
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from ringdp.compression.exchange.packing import front, read
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, AllToAll, Exchange, Request
 from ringdp.compression.exchange.section import Coder, Section
+from ringdp.compression.protocol import Payload
 
 
 def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
@@ -38,16 +42,44 @@ def owner_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) ->
     outgoing = Outgoing(plan, coder, "rank")
     for part in (r for r in range(plan.ranks) if r != me):
         outgoing.add(part, Elements(bucket, part, flags))
-    messages, sizes, flags = yield from to_owners(plan, coder, outgoing, flags)
+    payloads, flags = yield from _to_owners(plan, coder, outgoing, flags)
+
+    def mean_of(index: int, section: Section) -> Tensor:
+        own = coder.own_term(section, masked(section.of(bucket, me), flags[index]), me)
+        others = {r: coder.decode(section, payload, "rank", me) for r, payload in payloads.of(index).items()}
+        mean = in_order([own if r == me else others[r] for r in range(plan.ranks)]).div_(divisor)
+        if plan.watched[index] and not flags[index] and not bool(all_finite(mean)):
+            flags[index] = NOT_FINITE  # the sum overflowed
+        return masked(mean, flags[index])
+
     answer = Outgoing(plan, coder, "owner")
-    answer.add(me, _Means(plan, bucket, coder, divisor, messages, sizes, flags))
-    yield from from_owners(plan, bucket, coder, answer, flags)
+    answer.add(me, mean_of)
+    yield from _from_owners(plan, bucket, coder, answer, flags)
 
 
-def to_owners(
+def merge_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -> Exchange:
+    """As `owner_exchange`."""
+    me = coder.rank
+    flags = non_finite_flags(plan, bucket)
+    outgoing = Outgoing(plan, coder, "rank")
+    for part in range(plan.ranks):
+        outgoing.add(part, Elements(bucket, part, flags))
+    own = outgoing.take(me)
+    payloads, flags = yield from _to_owners(plan, coder, outgoing, flags)
+
+    def merged(index: int, section: Section) -> Payload:
+        known = payloads.of(index) | {me: own[index]}
+        return coder.merge(section, [known[r] for r in range(plan.ranks)], float(divisor), me)
+
+    answer = Outgoing(plan, coder, "owner")
+    answer.put(me, merged)
+    yield from _from_owners(plan, bucket, coder, answer, flags)
+
+
+def _to_owners(
     plan: Plan, coder: Coder, outgoing: Outgoing, flags: list[int]
-) -> Generator[Request, Any, tuple[dict[int, Tensor], Sizes, list[int]]]:
-    """Send each part to its owner. Returns the messages for this rank by sender, their sizes, and all ranks' flags."""
+) -> Generator[Request, Any, tuple[Payloads, list[int]]]:
+    """Send each part to its owner. Returns the others' payloads of this rank's parts, and all ranks' flags."""
     me, ranks = coder.rank, plan.ranks
     others = [r for r in range(ranks) if r != me]
     sizes = yield from outgoing.sizes_of_all([[p for p in range(ranks) if p != r] for r in range(ranks)])
@@ -56,10 +88,10 @@ def to_owners(
     del received
     theirs, status = open_messages(plan, messages, me)
     yield from act_on(status | outgoing.status, outgoing.error, plan, coder)
-    return messages, sizes, [mine | other for mine, other in zip(flags, theirs, strict=True)]
+    return Payloads(plan, messages, sizes, me), [mine | other for mine, other in zip(flags, theirs, strict=True)]
 
 
-def from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flags: list[int]) -> Exchange:
+def _from_owners(plan: Plan, bucket: Tensor, coder: Coder, answer: Outgoing, flags: list[int]) -> Exchange:
     """Send this rank's `answer` to all, and put all owners' into the plan's sections of `bucket`."""
     me, ranks = coder.rank, plan.ranks
     sizes = yield from answer.sizes_of_all([[r] for r in range(ranks)])
@@ -106,40 +138,19 @@ class Elements:
         return masked(section.of(self._bucket, self._part), self._flags[index])
 
 
-class _Means:
-    """The means of this rank's parts, section by section in order, from the others' messages.
+class Payloads:
+    """Those of one part in the messages of several ranks, to be read section by section in order."""
 
-    A mean that is not finite (the sum overflowed) raises its section's flag, in place.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        bucket: Tensor,
-        coder: Coder,
-        divisor: Tensor,
-        messages: dict[int, Tensor],
-        sizes: Sizes,
-        flags: list[int],
-    ) -> None:
-        self._plan, self._bucket, self._coder, self._divisor = plan, bucket, coder, divisor
-        self._messages, self._sizes, self._flags = messages, sizes, flags
+    def __init__(self, plan: Plan, messages: Mapping[int, Tensor], sizes: Sizes, part: int) -> None:
+        self._messages, self._sizes, self._part = messages, sizes, part
         self._at = dict.fromkeys(messages, front(len(plan.sections)))
 
-    def __call__(self, index: int, section: Section) -> Tensor:
-        me = self._coder.rank
-        terms = []
-        for r in range(self._plan.ranks):
-            if r == me:
-                own = masked(section.of(self._bucket, me), self._flags[index])
-                terms.append(self._coder.own_term(section, own, me))
-            else:
-                payload, self._at[r] = read(self._messages[r], self._at[r], self._sizes[r, me][index])
-                terms.append(self._coder.decode(section, payload, "rank", me))
-        mean = in_order(terms).div_(self._divisor)
-        if self._plan.watched[index] and not self._flags[index] and not bool(all_finite(mean)):
-            self._flags[index] = NOT_FINITE
-        return masked(mean, self._flags[index])
+    def of(self, index: int) -> dict[int, Payload]:
+        """A section's, by sender."""
+        found: dict[int, Payload] = {}
+        for r, message in self._messages.items():
+            found[r], self._at[r] = read(message, self._at[r], self._sizes[r, self._part][index])
+        return found
 
 
 def in_order(terms: Sequence[Tensor]) -> Tensor:

@@ -22,17 +22,15 @@ from ringdp.compression.rule_use import RuleUse
 from ringdp.compression.rules import Rules
 from ringdp.ddp.compression.auto import AutoCompression, Decision, crosses_network
 from ringdp.ddp.compression.tuner import EXACT
-from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
+from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.hooks.compressed import CompressedHook, compressed_hook
 from ringdp.hooks.parameters import Parameters
-from ringdp.job.agreement import raise_refusal, report_refusal
-from ringdp.job.backend import named, traffic
-from ringdp.job.byte_collectives import all_gather_where_different
+from ringdp.job.agreement import Difference, checked_alike
+from ringdp.job.backend import traffic
 from ringdp.job.elastic import is_elastic
 from ringdp.job.placement import Placement
 
 _log = logging.getLogger("ringdp.model_compression")
-_OPERATION = "choosing compression"
 
 
 class Probe(Protocol):
@@ -88,17 +86,24 @@ class ModelCompression:
             MismatchError: the ranks chose differently (names the first parameter and both choices), or another rank's
                 arguments cannot be used (has its reason).
         """
-        try:
+
+        def check() -> tuple[Rules, list[Compressor | None], Sequence[str]]:
             rules = asked()
             use = RuleUse(rules, self.parameters, left_out)
             use.refuse_unmatched()
-            chosen = [self._known(i, rules.of(one)) for i, one in enumerate(self.parameters)]
-        except Exception as error:
-            report_refusal(error, self.group, self.device, _OPERATION)
-            raise
-        warnings = use.warnings
+            return rules, [self._known(i, rules.of(one)) for i, one in enumerate(self.parameters)], use.warnings
+
+        rules, chosen, warnings = checked_alike(
+            check,
+            self._lines,
+            self.group,
+            operation="choosing compression",
+            what="compression",
+            doing="choose its compression",
+            words=_different_compression,
+            device=self.device,
+        )
         warmup_steps = rules.asked.warmup_steps
-        self._agree(chosen, warmup_steps, warnings)
         for warning in warnings if self.group.rank() == 0 else ():
             _log.warning("%s", warning)
         self._install(chosen)
@@ -230,35 +235,12 @@ class ModelCompression:
         """By name, of the last step's sparse codes."""
         return {} if self.hook is None else self.hook.tally.items()
 
-    # The agreement of all ranks.
-
-    def _agree(self, chosen: Sequence[Compressor | None], warmup_steps: int, warnings: Sequence[str]) -> None:
-        if self.group.size() == 1:
-            return
-        lines = [f"warmup_steps={warmup_steps}"]
-        lines += [
-            f"{one.name!r}: {'exact' if compressor is None else describe(compressor)}"
-            for one, compressor in zip(self.parameters, chosen, strict=True)
-        ]
-        lines += warnings
-        with named(_OPERATION):
-            gathered = all_gather_where_different(
-                "\n".join(lines).encode(), self.group, what="compression", device=self.device
-            )
-        if gathered is None:
-            return
-        me = self.group.rank()
-        raise_refusal(gathered, me, "choose its compression")
-        by_rank = [text.decode().split("\n") for text in gathered]
-        other = next((rank for rank, theirs in enumerate(by_rank) if theirs != lines), me)
-        pairs = zip_longest(lines, by_rank[other], fillvalue="all rules count")
-        mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
-        raise MismatchError(
-            f"the ranks chose different compression: {mine} on rank {me}, {theirs} on rank {other}."
-            " Give RingDP and set_compression the same arguments on all ranks.",
-            rank=me,
-            peer=other,
-        )
+    def _lines(self, choice: tuple[Rules, list[Compressor | None], Sequence[str]]) -> list[str]:
+        """The text that all ranks compare."""
+        rules, chosen, warnings = choice
+        described = ["exact" if one is None else describe(one) for one in chosen]
+        of_each = [f"{one.name!r}: {text}" for one, text in zip(self.parameters, described, strict=True)]
+        return [f"warmup_steps={rules.asked.warmup_steps}", *of_each, *warnings]
 
     def _known(self, index: int, compressor: Compressor | None) -> Compressor | None:
         """The one that the parameter has, where that is equal: it goes on."""
@@ -370,6 +352,15 @@ class ModelCompression:
         self._warming = not enabled
         for reduction in self._reductions:
             reduction.enabled = enabled
+
+
+def _different_compression(one: Difference, *_: str) -> str:
+    pairs = zip_longest(*one.lines, fillvalue="all rules count")
+    mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"the ranks chose different compression: {mine} on rank {one.rank}, {theirs} on rank {one.peer}."
+        " Give RingDP and set_compression the same arguments on all ranks."
+    )
 
 
 def _bytes_sent() -> int:

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ringdp import config
@@ -40,7 +40,7 @@ Measure collectives through torch.distributed, with nccl-tests' columns, side by
   python -m ringdp bench -n 2 --backend ring,gloo         beside gloo, in turns
   python -m ringdp bench -n 2 --codec int8,topk           beside compressors: bytes on the wire, error, time
   python -m ringdp bench -n 2 --collective all -b 1k -e 16m -f 4 --check
-  python -m ringdp bench -H node1:4,node2:4 --json out.json --plot out.png
+  python -m ringdp bench -H node1:4,node2:4 --json out.json
   ringrun --nproc-per-node 2 -m ringdp bench              on the ranks of a launcher, also on several hosts
   python -m ringdp bench --explain --ranks 8 --hosts 4    starts nothing: which algorithm runs from which size on,
                                                           what it should take, and how many bytes cross a host's link
@@ -83,8 +83,6 @@ def add_parsers(commands: Any) -> None:
     how.add_argument("--check", action="store_true", help="compare results again after each block")
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="write everything there; - prints it instead of the table")
-    out.add_argument("--csv", metavar="FILE", help="the same as comma-separated values")
-    out.add_argument("--plot", metavar="FILE", help="a picture of times and bandwidths (.png, .svg, .pdf)")
     model = parser.add_argument_group("the model")
     model.add_argument("--explain", action="store_true", help="start no ranks: print the table and the model")
     model.add_argument(
@@ -146,8 +144,6 @@ def _problem(args: argparse.Namespace) -> str | None:
         return str(error)
     if any(size < 8 or size % 8 for size in sizes):
         return "a size must be a multiple of 8 bytes, and not 0"
-    if args.json == "-" and args.csv == "-":
-        return "--json - and --csv - both print: name a file for one of them"
     return None
 
 
@@ -267,7 +263,7 @@ def _measure(args: argparse.Namespace) -> int:
     )
     made = contenders.make(args.backend, args.codec, resolve=compression.get)
     plan = measuring.Plan(args.rounds, args.warmup, args.iters, args.seconds, args.check)
-    tables, found, quiet = [], [], "-" in (args.json, args.csv) or place.rank != 0
+    tables, found, quiet = [], [], args.json == "-" or place.rank != 0
     for name in args.collective:
         rows: list[measuring.Row] = []
         able = [it for it in made if name == "all_reduce" or not isinstance(it, contenders.Compressed)]
@@ -291,10 +287,7 @@ def _of_this_rank(args: argparse.Namespace) -> str | None:
     import torch.distributed as dist
 
     from ringdp import compression
-    from ringdp.tools.bench import output
 
-    if args.plot is not None and dist.get_rank() == 0 and not output.can_plot():
-        return output.NO_PLOTS
     if not 0 <= args.root < dist.get_world_size():
         return f"--root must be 0 to {dist.get_world_size() - 1}, not {args.root}"
     if _wants_cuda(args) and not torch.cuda.is_available():
@@ -344,21 +337,11 @@ def _write(args: argparse.Namespace, layout: HostLayout, rows: Sequence[Any]) ->
         "ranks": layout.ranks,
         "ranks_of_hosts": layout.per_host,
     }
-    title = f"{', '.join(args.collective)}, {layout.ranks} ranks on {len(layout.per_host)} host(s), {args.dtype}"
-    outputs: list[tuple[str | None, Callable[[str], None]]] = [
-        (args.json, lambda target: output.write(output.as_json(about, rows), target)),
-        (args.csv, lambda target: output.write(output.as_csv(rows), target)),
-        (args.plot, lambda target: output.plot(rows, title, target)),
-    ]
-    problems = []
-    for target, write in outputs:
-        try:
-            if target is not None:
-                write(target)
-        except (OSError, ValueError) as error:  # the other files are written all the same, since measuring takes long
-            problems.append(f"to {target}: {error}")
-    if problems:
-        raise InvalidArgumentError("the results cannot be written " + "; ".join(problems))
+    try:
+        if args.json is not None:
+            output.write(output.as_json(about, rows), args.json)
+    except OSError as error:
+        raise InvalidArgumentError(f"the results cannot be written to {args.json}: {error}") from error
 
 
 def _layout(host_of_rank: Sequence[str]) -> HostLayout:

@@ -70,7 +70,7 @@ class Row:
     why: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON and CSV; bandwidths are bytes a second."""
+        """For JSON; bandwidths are bytes a second."""
         return dataclasses.asdict(self)
 
 

@@ -1,10 +1,7 @@
-"""The measurements as a table with nccl-tests' columns, as JSON, as CSV, and as a picture."""
+"""The measurements as a table with nccl-tests' columns, and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import io
 import json
 import sys
 from collections.abc import Sequence
@@ -16,8 +13,6 @@ from ringdp.tools.bench.measuring import Row
 
 FORMAT = 1
 """Of the JSON: another number where a field changes its meaning or goes."""
-
-NO_PLOTS = "--plot needs matplotlib: pip install 'ringdp[plots]', or pip install matplotlib"
 
 
 def text(rows: Sequence[Row], algorithm: dict[tuple[str, int], str]) -> str:
@@ -70,59 +65,12 @@ def as_json(about: dict[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps({"ringdp_bench": FORMAT, **about, "rows": [row.as_dict() for row in rows]}, indent=2) + "\n"
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """A line for each row, with the names of the fields above."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(Row.__dataclass_fields__), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row.as_dict() for row in rows)
-    return out.getvalue()
-
-
 def write(content: str, target: str) -> None:
     """Into that file, or to standard output for ``-``. Raises OSError."""
     if target == "-":
         sys.stdout.write(content)
     else:
         Path(target).write_text(content)
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def plot(rows: Sequence[Row], title: str, target: str) -> None:
-    """Time and bus bandwidth by size, a line for each contender and collective; the name's ending says the format.
-
-    Raises:
-        OSError, ValueError: the file cannot be written, or has an ending that matplotlib does not know.
-    """
-    from matplotlib.figure import Figure  # without pyplot: no window system, no state
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(title)
-    time_axes, bandwidth_axes = figure.subplots(1, 2)
-    names = {row.collective for row in rows}
-    for key in dict.fromkeys((row.collective, row.contender) for row in rows):
-        timed = [row for row in rows if (row.collective, row.contender) == key and row.time_s and row.size_bytes]
-        label = key[1] if len(names) == 1 else " ".join(key)
-        if not timed:
-            continue
-        sizes = [row.size_bytes for row in timed]
-        time_axes.loglog(sizes, [(row.time_s or 0) * 1e6 for row in timed], marker="o", markersize=4, label=label)
-        rates = [(row.busbw or 0) / 1e9 for row in timed]
-        bandwidth_axes.semilogx(sizes, rates, marker="o", markersize=4, label=label)
-    for axes, what in ((time_axes, "time, µs"), (bandwidth_axes, "busbw, GB/s")):
-        axes.set_xlabel("size")
-        axes.set_ylabel(what)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda size, _: format_size(size))
-        axes.grid(visible=True, alpha=0.3)
-        axes.tick_params(axis="x", labelrotation=30)
-    bandwidth_axes.set_ylim(bottom=0)
-    time_axes.legend()
-    figure.savefig(target, dpi=120)
 
 
 def _giga(rate: float | None) -> str:

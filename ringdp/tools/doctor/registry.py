@@ -1,4 +1,4 @@
-"""The checks of one host, in the order of the report, and how they are run. A new check is a file and a line here."""
+"""The checks of one host, in the order of the report, and how they are run. A new one is a function and a line here."""
 
 from __future__ import annotations
 
@@ -7,36 +7,25 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 
-from ringdp.tools.doctor.checks import (
-    clock,
-    devices,
-    interfaces,
-    limits,
-    memory,
-    names,
-    ports,
-    processor,
-    settings,
-    versions,
-    wide_area,
-)
+from ringdp.tools.doctor.checks import machine, network, software
+from ringdp.tools.doctor.checks.wide_area import wide_area
 from ringdp.tools.doctor.finding import Finding, problem
 from ringdp.tools.doctor.host import Host
 
 Check = Callable[[Host], Iterable[Finding]]
 
 CHECKS: Mapping[str, Check] = {
-    "versions": versions.check,
-    "settings": settings.check,
-    "processor": processor.check,
-    "memory": memory.check,
-    "limits": limits.check,
-    "network": interfaces.check,
-    "host name": names.check,
-    "ports": ports.check,
-    "wide-area links": wide_area.check,
-    "clock": clock.check,
-    "GPUs and NCCL": devices.check,
+    "versions": software.versions,
+    "settings": software.settings,
+    "processor": machine.processor,
+    "memory": machine.memory,
+    "limits": machine.limits,
+    "network": network.interfaces,
+    "host name": network.host_name,
+    "ports": network.ports,
+    "wide-area links": wide_area,
+    "clock": machine.clock,
+    "GPUs and NCCL": software.devices,
 }
 
 

@@ -1,4 +1,4 @@
-"""The checks of a host, a file for each subject: a function ``check(host)`` that yields findings.
+"""The checks of a host, a file for each subject: functions of a host that yield findings, each named in the registry.
 
-The functions beside it that turn numbers into findings take the numbers alone, so that tests can give them any.
+The functions beside them that turn numbers into findings take the numbers alone, so that tests can give them any.
 """

@@ -22,7 +22,7 @@ ENOUGH_BYTES = 64 << 20
 BEST_CONTROL = "bbr"
 
 
-def check(host: Host) -> Iterator[Finding]:
+def wide_area(host: Host) -> Iterator[Finding]:
     tcp, core = "/proc/sys/net/ipv4", "/proc/sys/net/core"
     yield from buffers(largest(host.read(f"{tcp}/tcp_rmem")), largest(host.read(f"{tcp}/tcp_wmem")))
     yield from control(

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ringdp.tools.doctor.checks import settings, versions
+from ringdp.tools.doctor.checks import software
 from ringdp.tools.doctor.finding import Finding, Verdict, note, ok, problem
 from ringdp.tools.doctor.host import Host
 from ringdp.tools.doctor.ranks.meeting import describe_ranks
@@ -55,11 +55,11 @@ class Likeness:
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "kernel": platform.release(),
-            "processor": versions.processor_name(host) or platform.machine(),
+            "processor": software.processor_name(host) or platform.machine(),
             "instruction set": _C.isa(),
             "cores": str(host.cores),
         }
-        chosen = settings.chosen(host)
+        chosen = software.chosen(host)
         return cls(values | {name: value for name, value in chosen.items() if name not in OF_A_RANK})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ringdp.config import LaunchEnvironment, RingConfig, host_identity
 from ringdp.errors import HandshakeError, RingError
 from ringdp.tools.doctor import registry
-from ringdp.tools.doctor.checks import interfaces
+from ringdp.tools.doctor.checks import network
 from ringdp.tools.doctor.finding import Finding, Verdict, merged, problem
 from ringdp.tools.doctor.host import Host
 from ringdp.tools.doctor.ranks import collective, comparison, edges
@@ -183,9 +183,9 @@ class _Session:
         host_of = tuple(ids.index(cards[rank]["host_id"]) for rank in range(meeting.world_size))
         names = tuple(self._names().values())
         token = bytes.fromhex(cards[0]["token"])
-        rows = [] if len(ids) == 1 else interfaces.selected(self._settings.iface)
+        rows = [] if len(ids) == 1 else network.selected(self._settings.iface)
         addresses = [] if isinstance(rows, str) else [row["ip"] for row in rows]
-        networks = [] if isinstance(rows, str) else [interfaces.network_of(row) for row in rows]
+        networks = [] if isinstance(rows, str) else [network.network_of(row) for row in rows]
         if host_of.count(host_of[meeting.rank]) > 1:  # others of this host come over loopback
             addresses = [*addresses, "127.0.0.1"]
         try:

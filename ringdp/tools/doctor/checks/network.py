@@ -1,10 +1,11 @@
-"""Network interfaces: which of them ranks would publish to other hosts, in which order, and why."""
+"""Network interfaces, the addresses of this host's name, and ports: what other hosts reach."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ringdp.errors import RingError
@@ -17,7 +18,8 @@ BRIDGES = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|kube")
 Row = dict[str, Any]
 
 
-def check(host: Host) -> Iterator[Finding]:
+def interfaces(host: Host) -> Iterator[Finding]:
+    """Which of them ranks would publish to other hosts, in which order, and why."""
     settings = host.settings()
     if isinstance(settings, str):
         return
@@ -121,3 +123,89 @@ def format_speed(row: Row) -> str:
 def network_of(row: Row) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     """The network that an address of this host lies in."""
     return ipaddress.ip_network(f"{row['ip'].partition('%')[0]}/{row['prefix_bits']}", strict=False)
+
+
+def host_name(host: Host) -> Iterator[Finding]:
+    """The addresses of this host's name. Where that is loopback, other hosts cannot connect to it as MASTER_ADDR."""
+    yield from resolved(host.name, addresses_of(host.name))
+
+
+def addresses_of(name: str) -> list[str] | str:
+    """All addresses of a name, or the resolver's error."""
+    try:
+        return list(dict.fromkeys(str(it[4][0]) for it in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def resolved(name: str, addresses: Sequence[str] | str) -> Iterator[Finding]:
+    """Whether this name can serve as MASTER_ADDR."""
+    if isinstance(addresses, str):
+        remedy = (
+            f"add a line 'ADDRESS {name}' to /etc/hosts, or use an address as MASTER_ADDR; ringdp itself needs no name"
+        )
+        yield note(f"the name of this host, {name}, cannot be resolved: {addresses}", remedy, name=name, addresses=[])
+        return
+    facts = {"name": name, "addresses": list(addresses)}
+    words = f"{name} is {', '.join(addresses)}"
+    if all(ipaddress.ip_address(it.partition("%")[0]).is_loopback for it in addresses):
+        remedy = (
+            f"in a job on several hosts give --master-addr an address, or name this host's in /etc/hosts instead of "
+            f"{addresses[0]}; gloo takes GLOO_SOCKET_IFNAME; ringdp publishes addresses and not names"
+        )
+        yield note(f"{words}: loopback, so other hosts that ask for the name find themselves", remedy, **facts)
+    else:
+        yield ok(words, **facts)
+
+
+def ports(host: Host) -> Iterator[Finding]:
+    """Whether a rank can listen at the addresses that it publishes."""
+    settings = host.settings()
+    if isinstance(settings, str):
+        return
+    rows = selected(settings.iface)
+    addresses = ["127.0.0.1"] if isinstance(rows, str) else [row["ip"] for row in rows]
+    if settings.port_range is None:
+        yield from any_port(addresses, host.read("/proc/sys/net/ipv4/ip_local_port_range"))
+    else:
+        low, high = settings.port_range
+        free = [port for port in range(low, high + 1) if all(why_not(it, port) is None for it in addresses)]
+        yield from of_range(low, high, free, host.local_ranks)
+
+
+def why_not(address: str, port: int) -> str | None:
+    """The reason for which a rank cannot listen there; None where it can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def any_port(addresses: Sequence[str], ephemeral: str | None) -> Iterator[Finding]:
+    """Without RINGDP_PORT_RANGE: a free one of the kernel's."""
+    problems: Mapping[str, Any] = {it: why for it in addresses if (why := why_not(it, 0)) is not None}
+    if problems:
+        listed = ", ".join(f"{address}: {why}" for address, why in problems.items())
+        yield problem(f"a rank cannot listen ({listed})", "choose other interfaces with RINGDP_IFACE", failed=problems)
+        return
+    kernel = "-".join((ephemeral or "").split()) or "the kernel's"
+    words = f"ranks can listen on any port ({kernel}); a firewall between hosts has to let them through"
+    yield ok(words, addresses=list(addresses), ports=kernel)
+
+
+def of_range(low: int, high: int, free: Sequence[int], local_ranks: int) -> Iterator[Finding]:
+    """With RINGDP_PORT_RANGE: one for each rank of this host."""
+    words = f"{len(free)} of the ports {low}-{high} (RINGDP_PORT_RANGE) are free"
+    facts = {"range": [low, high], "free": len(free), "local_ranks": local_ranks}
+    if len(free) < local_ranks:
+        remedy = f"widen it to at least {local_ranks} free ports: each rank of a host needs one"
+        yield problem(f"{words}, and this host has {local_ranks} ranks", remedy, **facts)
+    elif low < 1024:
+        yield note(words, "ports below 1024 need root: choose others", **facts)
+    else:
+        yield ok(words, **facts)
