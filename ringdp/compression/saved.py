@@ -232,6 +232,34 @@ def share_of_residual(residual: Tensor, owned: Tensor, ranks: int) -> Tensor:
     return torch.where(owned, residual, residual / ranks)
 
 
+def carry(
+    section: Section, following: Section, saved: Saved, before: tuple[int, int], now: tuple[int, int]
+) -> Saved:
+    """What `save` gave for a rank of a group, for the same rank in the group that follows it.
+
+    Kept are what a rank keeps of its own gradients, the residual of the means among it (`share_of_residual`), and
+    everything where parts have no owners. A method that sends differences begins anew: its mean has the lost ranks' part.
+
+    Args:
+        before, now: the rank's number, and the number of ranks.
+    """
+    if section.parts == following.parts == 1 and section.result is None:
+        return saved
+    if section.result is not None:
+        return {}
+    carried = {path: it for path, it in saved.items() if path == "residual" or path.split("/")[1:2] == ["rank"]}
+    carried = {path: it for path, it in carried.items() if path.count("/") < 3}
+    if "residual" in carried and section.owners_encode:
+        carried["residual"] = _times(carried["residual"], _owned_mask(section, before[0]), before[1])
+    if "residual" in carried and following.owners_encode:
+        carried["residual"] = _times(carried["residual"], _owned_mask(following, now[0]), 1.0 / now[1])
+    return carried
+
+
+def _times(x: Tensor, where: Tensor, factor: float) -> Tensor:
+    return torch.where(where, x * factor, x)
+
+
 def _is_residual(section: Section, key: Key, name: str) -> bool:
     plug_in = section.feedback_in("owner" if key.phase == "owner" else "rank")
     return key.kind == "feedback" and key.phase != "result" and name in getattr(plug_in, "owed", ())

@@ -49,8 +49,8 @@ def of_rules(rules: Rules) -> dict[str, str]:
         if isinstance(compressor, Auto):
             features["auto"] = ""
         elif compressor is not None:
-            if getattr(compressor, "native", None) is None:
-                features["python compressor"] = describe(compressor)
+            if not getattr(compressor, "repeatable", True):
+                features["unrepeatable compressor"] = describe(compressor)
             if getattr(compressor, "aggregate", "owner") == "rounds" and not getattr(
                 compressor, "per_parameter", False
             ):

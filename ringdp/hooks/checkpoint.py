@@ -128,6 +128,16 @@ class Memory:
             else torch.zeros((), dtype=torch.float32, device="cpu")
         )
 
+    def follow(self, before: tuple[int, int], now: tuple[int, int]) -> None:
+        """The group has other members (elastic jobs); each pair is this rank's number and the number of ranks. What a
+        rank's gradients lack stays with it; the means have other owners now. Other states of parts, and those of
+        differences to what the lost ranks had sent, begin anew."""
+        for name, (section, parameter) in self._known.items() if before[1] else ():
+            following = section.with_ranks(now[1])
+            held = saved.save(section, self.states.of(name))
+            self._known[name] = following, parameter
+            self.states.put(name, saved.load(following, saved.carry(section, following, held, before, now), now[0]))
+
     def keep_only(self, names: Container[str]) -> None:
         """Forget all other parameters."""
         for name in [name for name in (*self._known, *self._waiting) if name not in names]:

@@ -22,6 +22,7 @@ from ringdp.hooks.futures import Promise, after
 from ringdp.hooks.parameters import Parameters
 from ringdp.hooks.rules import HookRules
 from ringdp.job.backend import BACKEND, backend_of
+from ringdp.job.elastic import is_elastic
 
 
 class CompressedHook:
@@ -58,12 +59,14 @@ class CompressedHook:
         self._comm_threads: CommThreads | None = None
         self._stream: torch.cuda.Stream | None = None
         self._contents: dict[tuple[int, ...], _Content] = {}
+        self._members = (0, 0)  # this rank's number and the number of ranks in the last step
         self.memory: Memory = Memory()
         self.tally: Tally = Tally()
         self._last_index = -1
         self._step = 0
         self._loss_scale = 1.0
         self._complete = True
+        self._counts_later = False  # a step has begun, and `commit` was not called
         self._finite: list[Tensor] = []
         self._reports: list[Any] = []  # of the core's all-reduces, known when they are done
         self.divisor: float | None = None  # the divisor of sums; None: the number of ranks
@@ -75,7 +78,16 @@ class CompressedHook:
         return group
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Average one bucket; the future has its buffer."""
+        """Average one bucket; the future has its buffer.
+
+        In an elastic job it is averaged within this call, by operations of the group itself, which belong to the step's
+        unit; a loss is the future's error, and all buckets of the step come again.
+        """
+        if is_elastic(self.group):
+            return Promise(bucket.buffer().device).keep(lambda: self._average(bucket).wait())
+        return self._average(bucket)
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.index() <= self._last_index or self._last_index < 0:
             self._begin_step()
         self._last_index = bucket.index()
@@ -124,6 +136,8 @@ class CompressedHook:
                 self._note(buffer)
             return buffer
 
+        if is_elastic(self.group):
+            return _done(average(self.group))
         if buffer.is_cuda and backend_of(self.group, "cuda") != BACKEND:
             return self._on_a_stream(buffer, lambda: average(self.group))
         if self._comm_threads is None:
@@ -146,8 +160,17 @@ class CompressedHook:
         if self._commit_alone:
             self._commit_if_finite()
         self.tally.begin()
-        self._step = self.memory.step
-        self.memory.step += 1
+        if is_elastic(self.group) and self._counts_later:
+            self.memory.states.commit(False)  # the step is made again: what it has left so far does not count
+        else:
+            self._step = self.memory.step
+            self.memory.step += 1
+        self._counts_later = True
+        members = self.group.rank(), self.group.size()
+        if self._members != members:
+            self._contents.clear()
+            self.memory.follow(self._members, members)
+            self._members = members
         self._complete = False
         self._finite, self._reports = [], []
         self._loss_scale = 1.0 if self._scale is None else float(self._scale())
@@ -168,6 +191,7 @@ class CompressedHook:
             unused: parameters that no rank used: their states are dropped.
         """
         self.memory.states.commit(finite, unused=unused)
+        self._counts_later = False
         self._last_index = -1  # whatever bucket comes next begins a step
 
     def _note(self, average: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
 from ringdp import checkpoint
+from ringdp.compression import get
+from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.ddp import elastic as repair
 from ringdp.errors import MembershipChanged, RingError
 from tests.fault.faults import Faults
@@ -152,6 +154,8 @@ def train(
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             model.reducer.give_residuals(state["residuals"])
+            if in_python(options):
+                give_memory(model, options["compression"], state["memory"])
         for step in steps:
             here = faults.at(place, step)
             try:
@@ -180,8 +184,44 @@ def train(
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
         told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
-        told.own = {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
+        told.own = {"memory": take_memory(model, options["compression"])} if in_python(options) else {}
+        told.own |= {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
     return told
+
+
+def in_python(options: dict[str, Any] | None) -> bool:
+    compressor = get((options or {}).get("compression"))
+    return compressor is not None and getattr(compressor, "native", None) is None
+
+
+def take_memory(model: Any, compression: Any) -> dict[str, Any]:
+    """The state of compressors in Python, with residuals of this rank's own gradients."""
+    state = model.compression_state_dict()
+    own = of_owners(compression, state["ranks"][str(ringdp.rank())], float(ringdp.world_size()))
+    return state | {"ranks": {"own": own}}
+
+
+def give_memory(model: Any, compression: Any, state: dict[str, Any]) -> None:
+    rank, ranks = ringdp.rank(), ringdp.world_size()
+    entries = of_owners(compression, state["ranks"]["own"], 1.0 / ranks)
+    model.load_compression_state_dict(state | {"world_size": ranks, "ranks": {str(rank): entries}})
+
+
+def of_owners(compression: Any, entries: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Residuals times `factor` in the elements whose mean this rank encodes (docs/reference/wire_format.md); where
+    elements have owners, no other ranks have these parts, and what belongs to a part is left out."""
+    aggregate = getattr(get(compression), "aggregate", "owner")
+    if aggregate not in ("owner", "merge"):
+        return entries
+    scaled = {}
+    for name, entry in entries.items():
+        scaled[name] = {path: value for path, value in entry.items() if path.count("/") < 3}
+        if "residual" in entry and aggregate == "owner" and ringdp.world_size() > 1:
+            residual = entry["residual"].clone()
+            edges = bounds(len(residual), ringdp.world_size(), owner_offset_of(name))
+            residual[edges[ringdp.rank()] : edges[ringdp.rank() + 1]] *= factor
+            scaled[name]["residual"] = residual
+    return scaled
 
 
 def ended(folder: str, step: int, place: int) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from ringdp.compression import Int8
+from ringdp.compression import Info, Int8, PowerSGD, RandomK, TopK
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
 from tests.fault.elastic_oracle import compare, survivors
@@ -36,6 +38,41 @@ def test_other_codecs_one_after_the_other_down_to_one(tmp_path: Path, codec: str
 def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
     options: dict[str, Any] = {"options": {"compression": "int8", "reproducible": False}}
     compare(tmp_path, 3, Faults().kill(2, 1), **options)
+
+
+class Rounded:
+    """A user's: of each element its sign and exponent, and what is left out in the next step."""
+
+    error_feedback = True
+    carries_nan = True
+
+    def compress(self, x: Tensor, info: Info) -> tuple[Tensor]:
+        return (x.to(torch.float8_e5m2).view(torch.uint8),)
+
+    def decompress(self, payload: Any, info: Info) -> Tensor:
+        return payload[0].view(torch.float8_e5m2).float()
+
+
+PYTHON = {
+    "topk": TopK(0.05),
+    "powersgd": PowerSGD(2),
+    "signsgd": "signsgd",
+    "randomk": RandomK(0.2),
+    "qsgd": "qsgd",
+    "one's own": Rounded(),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_compressors_in_python(tmp_path: Path, name: str, phase: str) -> None:
+    """Their states count once, and belong to the ranks that go on."""
+    compare(tmp_path, 3, Faults().kill(1, 1, phase), options={"compression": PYTHON[name], "reproducible": False})
+
+
+def test_compressors_in_python_one_after_the_other(tmp_path: Path) -> None:
+    faults = Faults().kill(0, 1, "first bucket").kill(3, 2, "after backward")
+    compare(tmp_path, 4, faults, options={"compression": PYTHON["topk"], "reproducible": False}, accumulate=True)
 
 
 @pytest.mark.parametrize(("width", "phase"), sampled([(width, phase) for width in (8, 300) for phase in PHASES], 6))

@@ -13,7 +13,7 @@ from ringdp.compression.exchange.owner import merge_exchange, owner_exchange
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllReduce, Exchange
 from ringdp.compression.exchange.rounds import learn, rounds_exchange
-from ringdp.compression.exchange.section import Coder, Section
+from ringdp.compression.exchange.section import Coder, Section, parts_of
 from ringdp.compression.exchange.whole import gather_exchange, sum_exchange
 from ringdp.compression.protocol import Compressor
 from ringdp.errors import MismatchError
@@ -41,7 +41,7 @@ class BucketSlice:
         """As the exchanges know it; None for exact."""
         if self.compressor is None:
             return None
-        parts = ranks if getattr(self.compressor, "aggregate", "owner") in ("owner", "merge") else 1
+        parts = parts_of(self.compressor, ranks)
         return Section(self.name, self.shape, self.begin, self.count, self.compressor, parts, device)
 
 

@@ -65,6 +65,10 @@ class Section:
         """Whether parts have owners, which encode the means and keep their residual."""
         return self.parts > 1 and getattr(self.compressor, "aggregate", "owner") == "owner"
 
+    def with_ranks(self, ranks: int) -> Section:
+        """The same elements among another number of ranks."""
+        return dataclasses.replace(self, parts=parts_of(self.compressor, ranks))
+
     def numel(self, part: int) -> int:
         return self.edges[part + 1] - self.edges[part]
 
@@ -79,6 +83,11 @@ class Section:
     def of(self, bucket: Tensor, part: int) -> Tensor:
         """This part's elements, as a view of the flat `bucket`."""
         return bucket[self.begin + self.edges[part] : self.begin + self.edges[part + 1]]
+
+
+def parts_of(compressor: Compressor, ranks: int) -> int:
+    """Into how many parts the elements are cut among so many ranks."""
+    return ranks if getattr(compressor, "aggregate", "owner") in ("owner", "merge") else 1
 
 
 class Tally(Protocol):
