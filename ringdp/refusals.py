@@ -112,8 +112,6 @@ TABLE = (
         "it says that it keeps state of its own, which a repeated step would change twice",
         "keep it in info.state, and set repeatable = True",
     ),
-    Row("elastic", "choosing", "its measurements are not repeated", "name a compressor"),
-    Row("elastic", "measure_compression", "its exact all-reduces are not repeated", "leave it out"),
     Row("elastic", "join", "ranks without input do not repeat steps", "give all ranks as many batches"),
     Row("elastic", "embedding", "a lost rank's rows are lost", "use torch.nn.EmbeddingBag"),
     Row("elastic", "kvstore", "a lost rank's keys are lost", "train with RingDP"),

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from ringdp.compression import Compressor
 from ringdp.ddp.compression.link_speed import LinkProbe, gather_numbers
-from ringdp.ddp.compression.tuner import EXACT, Bucket, Choice, Step, Tuner
+from ringdp.ddp.compression.tuner import EXACT, Bucket, Choice, LinkCosts, Step, Tuner
 from ringdp.hooks.compressed import CompressedHook
 from ringdp.job.backend import inside_host
 from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.job.elastic import as_unit
 
 _WINDOW_S = 0.5
 _FIRST_STEPS = 1  # of the first window: on a slow network exact steps are long
@@ -145,20 +146,24 @@ class AutoCompression:
             return
         if len(self._times) < self._length:
             return
-        step = self._agreed_step()
+        group = self._owner.group
+        step = as_unit(group, "the choice of compression", self._agreed_step)
         steps = len(self._times)
         self._times, self._waits = [], []
         self._length = min(max(math.ceil(_WINDOW_S / max(step.seconds, 1e-9)), _LEAST_STEPS), _MOST_STEPS)
         tuner.window(step, steps)
         if tuner.wants_probe:
-            if self._probe is None:
-                self._probe = LinkProbe(self._owner.group, self._levels, crowded=self._crowded())
-            tuner.measured(*self._probe.measure())
+            tuner.measured(*as_unit(group, "the measurement of links", self._measure_links))
         if tuner.reason:
             self._log_choice(tuner.reason)
         if tuner.choice != self._applied:
             self._apply(tuner.choice)
             self._skip_steps(_STEPS_TO_SKIP)
+
+    def _measure_links(self) -> tuple[LinkCosts, float]:
+        if self._probe is None:
+            self._probe = LinkProbe(self._owner.group, self._levels, crowded=self._crowded())
+        return self._probe.measure()
 
     def _agreed_step(self) -> Step:
         """The same result on all ranks: the wait of the rank that waits least, for which the others wait too."""

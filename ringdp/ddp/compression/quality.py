@@ -16,6 +16,7 @@ from ringdp.compression.exchange import Section, Sparsity
 from ringdp.compression.exchange.local import there_and_back
 from ringdp.ddp.compression.plan import ModelCompression
 from ringdp.job.backend import named
+from ringdp.job.elastic import as_unit
 
 _log = logging.getLogger("ringdp.compression")
 _GROWTH = 2.0  # of the residual between two warnings about a parameter
@@ -63,6 +64,7 @@ class QualityProbe:
         self._handles: list[Any] = []
         self._own: dict[int, Tensor] = {}
         self._step = 0
+        self._ranks = 0  # in the step that is measured
         self._queued = False
         self._last_ratio: dict[str, float] = {}
 
@@ -73,6 +75,7 @@ class QualityProbe:
         if not sync or step % self.every or not torch.is_grad_enabled() or not self._compression.compresses_now:
             return
         self._step, self._own, self._queued = step, {}, False
+        self._ranks = self._compression.group.size()
         for index, parameter in self._compressed():
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._arrived(index, p))
@@ -113,10 +116,18 @@ class QualityProbe:
             else torch.zeros(p.numel(), device=p.device, dtype=torch.float32)
             for index, p in compressed
         ]
-        mean = torch.cat(exact)
         group = self._compression.group
-        with named("compression quality"):
-            dist.all_reduce(mean.div_(group.size()), group=group)
+
+        def average() -> Tensor:
+            mean = torch.cat(exact).div_(group.size())
+            with named("compression quality"):
+                dist.all_reduce(mean, group=group)
+            return mean
+
+        mean = as_unit(group, "the measurement of compression", average)
+        if group.size() != self._ranks:  # a rank was lost: what the step has averaged is not what these have
+            self._own = {}
+            return
         parts = mean.split([len(one) for one in exact])
         residuals = self._compression.residual_norm()
         sparsity = self._compression.sparsity()
