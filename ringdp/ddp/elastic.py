@@ -8,18 +8,41 @@ import torch
 import torch.distributed as dist
 
 from ringdp import config, refusals
+from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit, is_elastic
 
 
-def steps_are_repaired(wrapper: Any) -> bool:
+class Elastic(Feature):
+    """Steps are made again after the loss of a rank.
+
+    Attributes:
+        repairs: whether they are; None before that was asked first.
+    """
+
+    made_with_reducer = ("repairs",)
+    repairs: bool | None = None
+
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        if self.repairs is None:
+            self.repairs = _goes_on(ddp.process_group, ddp.device_type)
+        return {"elastic": ""} if self.repairs else {}
+
+    def settings(self) -> dict[str, str]:
+        return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
+
+    def before_join(self) -> None:
+        if self.repairs:
+            refusals.refuse("elastic", "join")
+
+
+def _goes_on(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether the wrapper's group goes on without lost ranks.
 
     Raises:
         InvalidArgumentError: the job is elastic, and this wrapper's group is not, or has no such group.
     """
-    group = wrapper.process_group
-    if backend_of(group, wrapper.device_type) == BACKEND and is_elastic(group):
+    if backend_of(group, device_type) == BACKEND and is_elastic(group):
         return True
     if config.elastic() and dist.get_world_size() > 1:
         refusals.refuse("elastic", "group")

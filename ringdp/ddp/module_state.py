@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringdp.compression.tensor_parts import Held, Treatment, held, held_by, is_plain, why_not_averaged
 from ringdp.ddp import elastic as repair
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.features import Features
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
 
@@ -45,7 +46,7 @@ class SentState(DistributedDataParallel):
     """
 
     _sharded: ShardedParameters | None
-    _repaired: bool
+    features: Features
     _buffer_layout: Layout
     _plain_buffers: Sequence[Tensor] = ()
     _plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
@@ -132,7 +133,7 @@ class SentState(DistributedDataParallel):
     def _forward_note(self) -> str:
         """The number of the forward, for the name of the buffers' broadcast, which all ranks compare."""
         # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
-        compared = not (self._join_config.enable or self._repaired)
+        compared = not (self._join_config.enable or self.features[repair.Elastic].repairs)
         reducer: Any = self.__dict__.get("reducer") if compared else None
         return "" if reducer is None else str(reducer.forward_note(self.module.training))
 
@@ -147,7 +148,7 @@ class SentState(DistributedDataParallel):
                 super(SentState, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
         try:
-            if self._repaired:
+            if self.features[repair.Elastic].repairs:
                 repair.broadcast_in_unit(self.process_group, "the buffers' broadcast", tensors, broadcast)
             else:
                 broadcast()

@@ -11,16 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp import config, refusals, values
+from ringdp import config, refusals
 from ringdp.compression.parameters import model_parameters, never_reduced
 from ringdp.compression.rules import Rules
 from ringdp.config import report_every
-from ringdp.ddp import elastic as repair
 from ringdp.ddp import in_use
-from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
     bucket_caps,
@@ -34,19 +31,22 @@ from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.ddp.divergence.guard import AttachedGuard, SameData
 from ringdp.ddp.divergence.options import Guard, GuardedModule
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.elastic import Elastic
 from ringdp.ddp.exit_report import report_at_exit
+from ringdp.ddp.features import FeaturedDDP, Features
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
-from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, reduction_hook, sends_as
+from ringdp.ddp.mixed_precision import MixedPrecision, in_backward
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.module_state import SentState
-from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_hook
+from ringdp.ddp.optimizer_in_backward import OptimizerInBackward, has_optimizers, stepping_hook
 from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, report_refusals
+from ringdp.ddp.reproducible import Reproducible
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
@@ -61,7 +61,6 @@ from ringdp.job.placement import Placement, kind_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ringdp import _C
     from ringdp.compression import Compression, CompressorLike
     from ringdp.ddp.arguments import DDPArguments
     from ringdp.diagnosis.report import Report
@@ -75,7 +74,7 @@ class RingDP(
     AutomaticFinalization,
     ChangingModule,
     SentState,
-    DistributedDataParallel,
+    FeaturedDDP,
 ):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
@@ -135,9 +134,6 @@ class RingDP(
         RuntimeError, ValueError: as DistributedDataParallel.
     """
 
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's own class, for type checkers
-    logger: ReducerLog
-
     @shows_all_arguments
     @report_refusals
     def __init__(
@@ -174,7 +170,6 @@ class RingDP(
         self._compare_models = self._broadcast_new = bool(init_sync)
         # As torch's: broadcast_buffers=False leaves them alone here, too.
         self._init_sync_buffers = arguments.get("forward_sync_buffers") is not None or broadcast_buffers is not False
-        self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
         if arguments.get("lazy_bucket_allocation"):
             warnings.warn(
@@ -184,9 +179,7 @@ class RingDP(
             )
         self._before_forward: list[Callable[[], None]] = []
         self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
-        self._repaired = False  # steps are made again after the loss of a rank
         self._repeated_after = -1
-        self._users_hook = ""  # the name of the registered communication hook
         self._sharded: ShardedParameters | None = None
         chosen = Rules(compression)
         self._chosen = chosen if chosen.compressor is not None or chosen.pairs else None
@@ -196,7 +189,13 @@ class RingDP(
         self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
         self._guard_options = Guard.checked(guard, module)
-        self._reproducible = values.flag("RingDP", "reproducible", reproducible)
+        self.features = Features(
+            Elastic(),
+            Reproducible(reproducible),
+            in_use.OfTorch(),
+            MixedPrecision(arguments.get("mixed_precision")),
+            OptimizerInBackward(),
+        )
         passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
         mesh = _line_mesh(passed_on)
         try:
@@ -214,9 +213,7 @@ class RingDP(
             raise
         if mesh is not None:
             self.device_mesh = mesh
-        if self._precision is not None:
-            self.mixed_precision = self._precision
-            compute_in_low_precision(self)
+        self.features[MixedPrecision].start(self)
 
     # Called by torch's constructor and __setstate__.
 
@@ -224,7 +221,6 @@ class RingDP(
         self._sharded = ShardedParameters.of(self.module, self.process_group)
         if self._sharded is not None:
             self._sharded.take_out()  # until _ddp_init_helper has made the reducer
-        self._repaired = repair.steps_are_repaired(self)
         refusals.check(self._features())
         self._refuse_unusable()
         compares = self.__dict__.pop("_compare_models", False)
@@ -251,23 +247,13 @@ class RingDP(
     def _features(self) -> dict[str, str]:
         """Those of `refusals.FEATURES` that the module and the arguments bring along."""
         found = {
-            "elastic": self._repaired,
-            "reproducible": self._reproducible,
-            "mixed_precision": self._precision is not None,
-            "low precision": self._precision is not None and sends_as(self._precision) is not None,
             "weight": self._weight is not None,
             "dtensor": self._sharded is not None,
-            "optimizer in backward": has_optimizers(self._module_parameters),
-            "skip unused": self.skip_all_reduce_unused_params,
-            "delayed all-reduce": bool(self._delay_all_reduce_params),
             "guard": bool(self._guard_options.every),
-            "compiled backward": bool(self._use_python_reducer),
             "compression": self._compression is not None and any(self._compression.compressors),
         }
         features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
-        if self._users_hook:
-            features["any hook"] = self._users_hook
-        return features | in_use.of_module(self.module)
+        return self.features.in_use(self) | features
 
     def _settings_to_agree_on(self) -> dict[str, str]:
         """By the name of the argument, as far as it is not the default."""
@@ -277,11 +263,7 @@ class RingDP(
         if report_every():  # without it, builds of other releases can train together
             about = f"every {report_every()} steps, form {REPORT_FORM}"
             settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
-        if self._reproducible:
-            settings["reproducible"] = "True"
-        if config.elastic():
-            settings["elastic"] = "True (RINGDP_ELASTIC)"
-        return settings
+        return settings | self.features.settings()
 
     def _ddp_init_helper(
         self,
@@ -298,8 +280,8 @@ class RingDP(
         remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         connect_log()
-        if self._reproducible:
-            rank_order.add_in_rank_order(self.process_group, self.device_type)
+        for feature in self.features:
+            feature.group_given(self, self.process_group)
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
@@ -340,10 +322,8 @@ class RingDP(
         self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
         self._monitor.gradients = None if self._guard_options.every == 0 else SameData()
         optimizers.watch(self)
-        if self._precision is not None:
-            hook = reduction_hook(self, self._precision)
-            if hook is not None:
-                self.reducer.register_comm_hook(None, hook)
+        for feature in self.features:
+            feature.reducer_made(self)
         self._compression = None
         if (chosen := self._chosen) is not None:
             self._attach_compression(lambda: chosen)
@@ -488,7 +468,7 @@ class RingDP(
         self._check_comm_hook(hook)
         refusals.check(self._features() | in_use.of_hook(hook, state, self.process_group))
         self._take_hook(state, hook)
-        self._users_hook = hook.__qualname__
+        self.features[in_use.OfTorch].hook = hook.__qualname__
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.register_comm_hook(state, hook)
@@ -527,8 +507,8 @@ class RingDP(
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
-            if self._reproducible:
-                rank_order.add_in_rank_order(new_process_group, self.device_type)
+            for feature in self.features:
+                feature.group_given(self, new_process_group)
             self.process_group = new_process_group
             if self._guard is not None:
                 self._guard.start_again()

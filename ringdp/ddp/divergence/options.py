@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from ringdp import refusals, values
+from ringdp import values
 from ringdp.config import report_every
 from ringdp.ddp.divergence.guard import ACTIONS, AttachedGuard, Comparison, DivergenceGuard, check_now
 from ringdp.ddp.divergence.replica import check_patterns
+from ringdp.ddp.features import Features
 from ringdp.ddp.in_use import averages_elements
 from ringdp.diagnosis.monitor import StepMonitor
 from ringdp.errors import InvalidArgumentError
@@ -102,6 +103,7 @@ class GuardedModule:
     """
 
     process_group: dist.ProcessGroup
+    features: Features
     _guard_options: Guard
     _guard: DivergenceGuard | AttachedGuard | None
     _monitor: StepMonitor
@@ -151,8 +153,8 @@ class GuardedModule:
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
-        if self.__dict__.get("_repaired"):
-            refusals.refuse("elastic", "join")
+        for feature in self.features:
+            feature.before_join()
         hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[misc]
         make_models_equal = hook.post_hook
 
