@@ -37,13 +37,13 @@ class Feature:
         """What all ranks need to have alike, by the name of the argument, as far as it is not the default."""
         return {}
 
-    # In the order in which they are called; those of a module, a group or a join that changes come last.
+    # In the order in which they are called; those of a group, a module or a join that changes come last.
 
-    def group_given(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
-        """The reducer will average over this group, its first or another one."""
+    def before_reducer(self, ddp: FeaturedDDP) -> None:
+        """At construction, and in a copy."""
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
-        """At construction, and in a copy."""
+        """Thereafter."""
 
     def before_forward(self, ddp: FeaturedDDP) -> None:
         """Before DDP's own part of a forward."""
@@ -53,6 +53,9 @@ class Feature:
 
     def before_backward(self, ddp: FeaturedDDP) -> None:
         """After a forward that recorded gradients."""
+
+    def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
+        """The reducer will average over this group from now on."""
 
     def before_renumbering(self, ddp: FeaturedDDP) -> None:
         """The reducer will get other parameters."""

@@ -95,7 +95,7 @@ class SentState(DistributedDataParallel):
         torchs: Any = self
         source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
         with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
-            self._send_state(source, buffers=bool(getattr(self, "forward_sync_buffers", self.broadcast_buffers)))
+            self._send_state(source, buffers=sends_buffers(self))
 
     def _assign_modules_buffers(self) -> None:
         """Called in each forward: the tensors that it sends."""
@@ -163,6 +163,11 @@ class SentState(DistributedDataParallel):
                 **fields | {"name": next(iter(changes)), "advice": advice},
             ) from error
         self._agreed_layout = layout
+
+
+def sends_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether each forward overwrites the buffers with rank 0's, or with the result of a hook."""
+    return bool(getattr(ddp, "forward_sync_buffers", ddp.broadcast_buffers))
 
 
 def refuse_unusable(tensors: Iterable[Held]) -> None:

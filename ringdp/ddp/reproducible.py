@@ -25,7 +25,10 @@ class Reproducible(Feature):
     def settings(self) -> dict[str, str]:
         return {"reproducible": "True"} if self._wanted else {}
 
-    def group_given(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
+    def before_reducer(self, ddp: FeaturedDDP) -> None:
+        self.group_replaced(ddp, ddp.process_group)
+
+    def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
         """Let all-reduces of the group add in rank order from now on. All ranks call it between the same two
         operations.
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringdp.compression.parameters import clean_name
+from ringdp.ddp.divergence.options import ReplicaGuard
 from ringdp.text import count
 
 _log = logging.getLogger("ringdp.parallel")
@@ -80,9 +81,9 @@ optimizers = OptimizerWatch()
 def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
     """Called when `optimizer` has stepped and some gradient of the wrapper was not averaged, unless by one of
     `others`."""
-    if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
+    if wrapper.process_group.size() == 1 or wrapper.features[ReplicaGuard].is_off:
         return
-    if wrapper._warned_unaveraged and not wrapper._guard_counts_local_steps:
+    if wrapper._warned_unaveraged and not wrapper.features[ReplicaGuard].counts_local_steps:
         return
     mine = _ids(optimizer)
     for other in others:
@@ -90,7 +91,7 @@ def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) 
     applied = [one for one in _left_over(wrapper) if id(one[1]) in mine]
     if not applied:
         return
-    wrapper._stepped_alone()
+    wrapper.features[ReplicaGuard].stepped_alone(wrapper)
     # The program may have averaged them itself: then it has written to them, and sent about as many bytes.
     _, nbytes, sent = wrapper.reducer.unaveraged()
     by_hand = 4 * sent >= nbytes or sent < 0

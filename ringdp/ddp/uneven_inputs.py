@@ -6,15 +6,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from ringdp.ddp.batch_weight import WeightedModule
+from ringdp.ddp.features import FeaturedDDP
 
 
-class UnevenInputs(WeightedModule, DistributedDataParallel):
+class UnevenInputs(FeaturedDDP):
     """Called by torch's Join, on ranks with input and without. Owner, thread: the wrapper's."""
 
-    reducer: Any
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
+        for feature in self.features:
+            feature.before_join()
+        hook: JoinHook = super().join_hook(**kwargs)
+        make_models_equal = hook.post_hook
+
+        def post_hook(is_last_joiner: bool) -> None:
+            make_models_equal(is_last_joiner)
+            self._join_config = _JoinConfig.construct_disabled_join_config()
+            for feature in self.features:
+                feature.join_is_over()
+
+        hook.post_hook = post_hook  # type: ignore[method-assign]
+        return hook
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         """As torch's; a rank without input gets the number of ranks with input, which its part of a compressed bucket
@@ -31,7 +45,8 @@ class UnevenInputs(WeightedModule, DistributedDataParallel):
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        self._shadow_weight()
+        for feature in self.features:
+            feature.shadow_forward(self)
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()
 

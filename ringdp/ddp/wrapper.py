@@ -28,14 +28,13 @@ from ringdp.ddp.arguments import (
     shows_all_arguments,
 )
 from ringdp.ddp.batch_weight import BatchWeight
-from ringdp.ddp.divergence.guard import AttachedGuard, SameData
-from ringdp.ddp.divergence.options import Guard, GuardedModule
+from ringdp.ddp.divergence.options import Guard, ReplicaGuard
 from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.elastic import Elastic
-from ringdp.ddp.exit_report import report_at_exit
 from ringdp.ddp.features import FeaturedDDP, Features
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
+from ringdp.ddp.listeners import Listeners
 from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.mixed_precision import MixedPrecision, in_backward
@@ -47,11 +46,10 @@ from ringdp.ddp.parameter_changes import ChangingModule
 from ringdp.ddp.reduction_stats import Stats
 from ringdp.ddp.refusal import COMPARING_MODELS, report_refusals
 from ringdp.ddp.reproducible import Reproducible
+from ringdp.ddp.step_report import StepReport
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.ddp.unaveraged import optimizers
 from ringdp.ddp.uneven_inputs import UnevenInputs
-from ringdp.diagnosis.monitor import StepMonitor
-from ringdp.diagnosis.window import REPORT_FORM
 from ringdp.errors import InvalidStateError
 from ringdp.hooks.names import remember_names
 from ringdp.hooks.signature import what_is_wrong_with
@@ -70,7 +68,6 @@ _log = logging.getLogger("ringdp.parallel")
 
 class RingDP(
     UnevenInputs,
-    GuardedModule,
     AutomaticFinalization,
     ChangingModule,
     SentState,
@@ -177,7 +174,6 @@ class RingDP(
                 " long as the gradients do",
                 stacklevel=4,
             )
-        self._before_forward: list[Callable[[], None]] = []
         self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
         self._repeated_after = -1
         self._sharded: ShardedParameters | None = None
@@ -186,15 +182,17 @@ class RingDP(
         self._compression = None
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
-        self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
-        self._guard_options = Guard.checked(guard, module)
         self.features = Features(
             Elastic(),
             Reproducible(reproducible),
             in_use.OfTorch(),
+            StepReport(),
+            ReplicaGuard(Guard.checked(guard, module), starts_alike=bool(init_sync)),
+            Listeners(),
             MixedPrecision(arguments.get("mixed_precision")),
             OptimizerInBackward(),
+            BatchWeight(weight),
         )
         passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
         mesh = _line_mesh(passed_on)
@@ -233,7 +231,7 @@ class RingDP(
                     ignored=self.parameters_to_ignore,
                     compression=self._describe_choice,
                     kind=kind_of(self.device),
-                    settings=self._settings_to_agree_on(),
+                    settings=self.features.settings(),
                 )
                 self._devices = Placement.of(kinds, self.process_group, self.device)
                 self._devices.log_mixed(self.process_group.rank())
@@ -247,23 +245,11 @@ class RingDP(
     def _features(self) -> dict[str, str]:
         """Those of `refusals.FEATURES` that the module and the arguments bring along."""
         found = {
-            "weight": self._weight is not None,
             "dtensor": self._sharded is not None,
-            "guard": bool(self._guard_options.every),
             "compression": self._compression is not None and any(self._compression.compressors),
         }
         features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
         return self.features.in_use(self) | features
-
-    def _settings_to_agree_on(self) -> dict[str, str]:
-        """By the name of the argument, as far as it is not the default."""
-        settings = {} if self._weight is None else {"weight": self._weight.mode}
-        if self._guard_options != Guard():
-            settings["guard"] = str(self._guard_options)
-        if report_every():  # without it, builds of other releases can train together
-            about = f"every {report_every()} steps, form {REPORT_FORM}"
-            settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
-        return settings | self.features.settings()
 
     def _ddp_init_helper(
         self,
@@ -281,7 +267,7 @@ class RingDP(
         backend = backend_of(self.process_group, self.device_type)
         connect_log()
         for feature in self.features:
-            feature.group_given(self, self.process_group)
+            feature.before_reducer(self)
         if "_devices" not in self.__dict__:
             self._devices = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
@@ -302,25 +288,20 @@ class RingDP(
             graph_shows_unused=self._sharded is None,
             reduce_dtype=self._reduce_dtype,
             host_control=self._devices.host_control,
-            weighted=self._weight is not None,
+            weighted=self.features[BatchWeight].mode is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
             report_every=report_every(),
             alone=config.reduce_alone(),
         )
-        self._monitor = StepMonitor(self.reducer, self.process_group)
-        report_at_exit()
         self._watched = watched
         self._never_reduced = never_reduced(self.module, ignored=self.parameters_to_ignore)
         self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
         if self._sharded is not None:
-            self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
+            self._sharded.watch(self.reducer, parameters, weighted=self.features[BatchWeight].mode is not None)
             self._sharded.put_back()
         self._snapshot = _C.ModuleSnapshot(self.module)
-        self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
-        self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
-        self._monitor.gradients = None if self._guard_options.every == 0 else SameData()
         optimizers.watch(self)
         for feature in self.features:
             feature.reducer_made(self)
@@ -342,13 +323,12 @@ class RingDP(
 
     def __getstate__(self) -> dict[str, Any]:
         # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
+        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot"))
         lists: dict[str, Any] = {
             "_watched": [],
             "_never_reduced": (),
             "_never_averaged": (),
             "_plain_buffers": (),
-            "_before_forward": [],
         }
         state = super().__getstate__() | none | lists | {"_repeated_after": -1}
         state.pop("_devices", None)  # of other ranks, maybe
@@ -377,21 +357,11 @@ class RingDP(
             if self._loss_scale is not None:
                 self._loss_scale.prefetch()
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:
-            self._between_steps()
-        self._announce_weight(inputs, kwargs)
+        if torch.is_grad_enabled() and not self._join_config.enable and not in_backward():  # of checkpointing
+            for feature in self.features:
+                feature.between_steps(self)
+        self.features[BatchWeight].announce(self, inputs, kwargs)
         return prepared
-
-    def _between_steps(self) -> None:
-        """Run the parts that look at every step, where all ranks have the same buffers, before the module's own
-        operations."""
-        if in_backward():
-            return  # checkpointing repeats a forward
-        self._monitor.before_forward()
-        if self._guard is not None:
-            self._guard.look()
-        for listener in [] if self._has_joined else list(self._before_forward):
-            listener()
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
@@ -451,7 +421,46 @@ class RingDP(
         is their last exchange, and does not communicate. Rank 0 logs the verdict when communication costs a fifth of a
         step.
         """
-        return self._monitor.report()
+        return self.features[StepReport].monitor.report()
+
+    @property
+    def _before_forward(self) -> list[Callable[[], None]]:
+        """For `ringdp.data.BalancedSampler`."""
+        return self.features[Listeners].calls
+
+    def set_weight(self, weight: float | torch.Tensor) -> None:
+        """Set the weight of the next forward's batch: the number of samples or tokens over which its loss is a mean.
+
+        Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
+        weight of 0 leaves this rank's gradients out, also if they are not finite.
+
+        Args:
+            weight: a finite number that is not negative, or a tensor with one.
+
+        Raises:
+            InvalidStateError: RingDP was made without ``weight``.
+            InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
+                the other ranks raise a MismatchError that names this rank.
+        """
+        self.features[BatchWeight].set(weight)
+
+    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the guard look at this optimizer's state, too. All ranks call it; not for one that shards its state.
+
+        Raises:
+            InvalidArgumentError: not an optimizer.
+        """
+        self.features[ReplicaGuard].add_optimizer(optimizer)
+
+    def check_replicas(self) -> None:
+        """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
+
+        As the guard it leaves out the tensors of its ``ignore``, and buffers that each forward broadcasts.
+
+        Raises:
+            MismatchError: they differ; names the first tensor and the ranks.
+        """
+        self.features[ReplicaGuard].check(self)
 
     # Communication hooks.
 
@@ -474,7 +483,7 @@ class RingDP(
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
-        self._guard_beside(hook)
+        self.features[ReplicaGuard].rest_beside(self, hook)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""
@@ -508,11 +517,8 @@ class RingDP(
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
             for feature in self.features:
-                feature.group_given(self, new_process_group)
+                feature.group_replaced(self, new_process_group)
             self.process_group = new_process_group
-            if self._guard is not None:
-                self._guard.start_again()
-            self._monitor.group_replaced(new_process_group)
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ringdp.compression.tensor_parts import held_by
 from ringdp.ddp.divergence.replica import Difference, Replica, compare, describe_ranks, summary
+from ringdp.ddp.module_state import sends_buffers
 from ringdp.diagnosis.rank_facts import ATTACHED_BYTES
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
@@ -93,7 +94,7 @@ class Comparison:
         buffers = self._with_buffers if with_buffers is None else with_buffers
         return Replica.of(
             wrapper.module,
-            with_buffers=buffers and not wrapper._sends_buffers,
+            with_buffers=buffers and not sends_buffers(wrapper),
             optimizers=self._optimizers,
             ignored=wrapper.parameters_to_ignore,
             patterns=self._ignore,
