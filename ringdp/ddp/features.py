@@ -16,6 +16,7 @@ from ringdp.ddp.logging_data import ReducerLog
 
 if TYPE_CHECKING:
     from ringdp import _C
+    from ringdp.job.placement import Placement
 
 Kind = TypeVar("Kind", bound="Feature")
 
@@ -106,3 +107,4 @@ class FeaturedDDP(DistributedDataParallel):
     reducer: _C.Reducer  # type: ignore[assignment]  # torch's own class, for type checkers
     logger: ReducerLog
     features: Features
+    placement: Placement  # the devices of all ranks

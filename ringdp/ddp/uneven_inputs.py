@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from ringdp.ddp.dtensors import ShardedParameters
 from ringdp.ddp.features import FeaturedDDP
+from ringdp.ddp.module_state import SentState, sends_buffers
 
 
 class UnevenInputs(FeaturedDDP):
@@ -52,3 +54,9 @@ class UnevenInputs(FeaturedDDP):
 
     def _match_unused_params_allreduce(self) -> None:
         """Does nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        torchs: Any = self
+        source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
+        with self.features[ShardedParameters].as_leaves():
+            self.features[SentState].send(self, source, buffers=sends_buffers(self))

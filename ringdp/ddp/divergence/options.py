@@ -138,6 +138,10 @@ class ReplicaGuard(Feature):
     def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
         self.join_is_over()
 
+    def module_changed(self, ddp: FeaturedDDP) -> None:
+        if self.guard is not None:
+            self.guard.comparison.module_changed()
+
     def join_is_over(self) -> None:
         if self.guard is not None:
             self.guard.start_again()
