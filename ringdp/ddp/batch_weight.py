@@ -87,7 +87,8 @@ class BatchWeight(Feature):
         training = None if ddp._join_config.enable else ddp.module.training
         ddp.reducer.announce_weight(self.take(inputs, keywords), ddp.require_backward_grad_sync, training)
 
-    def shadow_forward(self, ddp: FeaturedDDP) -> None:
+    def shadow(self, ddp: FeaturedDDP) -> None:
+        """Called on a rank that has run out of input (`Join`), in a forward of the others."""
         if self.mode is not None:
             ddp.reducer.shadow_weight()
 

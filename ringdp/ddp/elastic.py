@@ -31,10 +31,6 @@ class Elastic(Feature):
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
 
-    def before_join(self) -> None:
-        if self.repairs:
-            refusals.refuse("elastic", "join")
-
 
 def _goes_on(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether the wrapper's group goes on without lost ranks.

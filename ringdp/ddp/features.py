@@ -67,12 +67,6 @@ class Feature:
     def module_changed(self, ddp: FeaturedDDP) -> None:
         """The module has other parameters or buffers, with or without new ones in the reducer."""
 
-    def before_join(self) -> None:
-        """Ranks may run out of input from now on."""
-
-    def shadow_forward(self, ddp: FeaturedDDP) -> None:
-        """On a rank that has run out of input, in a forward of the others."""
-
     def join_is_over(self) -> None:
         """All ranks have run out of input, each after its own number of steps."""
 

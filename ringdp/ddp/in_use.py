@@ -14,6 +14,7 @@ from ringdp.compression import Auto
 from ringdp.compression.description import describe
 from ringdp.compression.rules import Rules
 from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.optimizer_in_backward import has_optimizers
 
 # Hooks that treat elements one by one, and add by the group's all-reduces.
 ELEMENTWISE_HOOKS = (
@@ -28,7 +29,7 @@ def averages_elements(hook: Callable[..., Any]) -> bool:
 
 
 class OfTorch(Feature):
-    """What the module, torch's arguments and a registered hook bring along.
+    """What the module, torch's arguments, a registered hook and optimizers that step during backward bring along.
 
     Attributes:
         hook: the name of the communication hook that the user registered.
@@ -40,6 +41,7 @@ class OfTorch(Feature):
         found = {
             "skip unused": ddp.skip_all_reduce_unused_params,
             "delayed all-reduce": bool(ddp._delay_all_reduce_params),
+            "optimizer in backward": has_optimizers(ddp._module_parameters),
             "compiled backward": bool(ddp._use_python_reducer),
         }
         features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")

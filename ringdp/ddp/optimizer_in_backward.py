@@ -14,15 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.hooks.average import all_reduce_mean
-
-
-class OptimizerInBackward(Feature):
-    """Given to parameters before or after they are wrapped; `RingDP._setup_in_backward_optimizers` follows."""
-
-    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
-        return {"optimizer in backward": ""} if has_optimizers(ddp._module_parameters) else {}
 
 
 def has_optimizers(parameters: Iterable[Tensor]) -> bool:

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
+from ringdp import refusals
+from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.elastic import Elastic
 from ringdp.ddp.features import FeaturedDDP
 from ringdp.ddp.module_state import SentState, sends_buffers
 
@@ -18,8 +21,8 @@ class UnevenInputs(FeaturedDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
-        for feature in self.features:
-            feature.before_join()
+        if self.features[Elastic].repairs:
+            refusals.refuse("elastic", "join")
         hook: JoinHook = super().join_hook(**kwargs)
         make_models_equal = hook.post_hook
 
@@ -47,8 +50,7 @@ class UnevenInputs(FeaturedDDP):
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        for feature in self.features:
-            feature.shadow_forward(self)
+        self.features[BatchWeight].shadow(self)
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()
 

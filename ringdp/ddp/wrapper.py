@@ -40,7 +40,6 @@ from ringdp.ddp.logging_data import ReducerLog
 from ringdp.ddp.mixed_precision import MixedPrecision, in_backward
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.module_state import SentState
-from ringdp.ddp.optimizer_in_backward import OptimizerInBackward
 from ringdp.ddp.overflow import Overflows
 from ringdp.ddp.own_methods import OwnMethods
 from ringdp.ddp.parameter_changes import ReducedParameters
@@ -180,7 +179,6 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             Listeners(),
             Unaveraged(),
             MixedPrecision(arguments.get("mixed_precision")),
-            OptimizerInBackward(),
             GradientCompression(compression, scaler),
             BatchWeight(weight),
         )
