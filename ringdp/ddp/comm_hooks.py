@@ -29,15 +29,15 @@ class CommHooks(FeaturedDDP):
             RuntimeError: there is one already.
         """
         self._check_comm_hook(hook)
-        refusals.check(self.features.in_use(self) | in_use.of_hook(hook, state, self.process_group))
+        refusals.check(self.ringdp_features.in_use(self) | in_use.of_hook(hook, state, self.process_group))
         self._take_hook(state, hook)
-        self.features[in_use.OfTorch].hook = hook.__qualname__
+        self.ringdp_features[in_use.OfTorch].hook = hook.__qualname__
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.register_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
-        self.features[ReplicaGuard].rest_beside(self, hook)
+        self.ringdp_features[ReplicaGuard].rest_beside(self, hook)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
         """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""
@@ -55,6 +55,6 @@ class CommHooks(FeaturedDDP):
 
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):
-            refusals.check(self.features.in_use(self))  # optimizers may be given after wrapping
+            refusals.check(self.ringdp_features.in_use(self))  # optimizers may be given after wrapping
             self._take_hook(None, stepping_hook(self))
             self.reducer._set_optimizer_in_backward()

@@ -42,10 +42,9 @@ class _Part:
 class ShardedParameters(Feature):
     """The DTensor parameters of a module. One thread at a time, as forward and backward of a step are."""
 
-    made_with_reducer = ("_parts", "_reducer", "_handles")
+    made_with_reducer = ("_parts", "_reducer")
     _parts: Sequence[_Part] = ()
     _reducer: Any = None
-    _handles: Sequence[Any] = ()
     _finish_is_queued = False
 
     @property
@@ -85,21 +84,19 @@ class ShardedParameters(Feature):
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
         """Notify the reducer of gradients from now on."""
-        for handle in self._handles:
-            handle.remove()
         self._reducer = ddp.reducer
-        trainable = [one.parameter for one in ddp.features[ReducedParameters].watched if one.parameter.requires_grad]
+        watched = ddp.ringdp_features[ReducedParameters].watched
+        trainable = [one.parameter for one in watched if one.parameter.requires_grad]
         positions = {id(parameter): index for index, parameter in enumerate(trainable)}
-        weighted = ddp.features[BatchWeight].mode is not None  # micro-batches may have different weights
+        weighted = ddp.ringdp_features[BatchWeight].mode is not None  # micro-batches may have different weights
         me = weakref.ref(self)  # the wrapper owns this; the module's parameters may live on without it
-        self._handles = []
         for part in self._parts:
             part.index = positions.get(id(part.leaf))
             if part.index is not None:
                 hook = functools.partial(_arrived, me, part)
-                self._handles.append(part.whole.register_post_accumulate_grad_hook(hook))
+                part.whole.register_post_accumulate_grad_hook(hook)
                 if weighted:
-                    self._handles.append(part.whole.register_hook(functools.partial(_weighted, me)))
+                    part.whole.register_hook(functools.partial(_weighted, me))
 
     def before_forward(self, ddp: FeaturedDDP) -> None:
         """Repeat on the leaves the changes made to the DTensors since the last call.

@@ -1,7 +1,7 @@
 """What RingDP adds to DistributedDataParallel: parts with the same entry points, in one list.
 
 `RingDP.__init__` has the list. A part never keeps the RingDP, which owns it and is given to each call; what another
-part knows it asks of that part's public methods, by ``ddp.features[ThatPart]``.
+part knows it asks of that part's public methods, by ``ddp.ringdp_features[ThatPart]``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Features:
         return {key: name for one in self for key, name in one.in_use(ddp).items()}
 
     def settings(self) -> dict[str, str]:
-        """By the name of the argument. The ranks compare them as one text: other builds have the same order."""
+        """By the name of the argument, the last feature's first: ranks compare them as one text, whose order is old."""
         return {key: value for one in reversed(self._by_class.values()) for key, value in one.settings().items()}
 
 
@@ -100,5 +100,5 @@ class FeaturedDDP(DistributedDataParallel):
 
     reducer: _C.Reducer  # type: ignore[assignment]  # torch's own class, for type checkers
     logger: ReducerLog
-    features: Features
+    ringdp_features: Features
     placement: Placement  # the devices of all ranks

@@ -135,7 +135,7 @@ class SentState(Feature):
                 send()
 
         try:
-            if ddp.features[Elastic].repairs:
+            if ddp.ringdp_features[Elastic].repairs:
                 repair.broadcast_in_unit(ddp.process_group, "the buffers' broadcast", tensors, named_send)
             else:
                 named_send()
@@ -160,7 +160,7 @@ def _held_by(ddp: FeaturedDDP, *, buffers: bool = True) -> list[Held]:
 def _forward_note(ddp: FeaturedDDP) -> str:
     """The number of the forward, for the name of the buffers' broadcast, which all ranks compare."""
     # Where all ranks that take part run the same forwards; the reducer is not there while the wrapper is constructed.
-    compared = not (ddp._join_config.enable or ddp.features[Elastic].repairs)
+    compared = not (ddp._join_config.enable or ddp.ringdp_features[Elastic].repairs)
     reducer: Any = ddp.__dict__.get("reducer") if compared else None
     return "" if reducer is None else str(reducer.forward_note(ddp.module.training))
 

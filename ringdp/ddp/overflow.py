@@ -135,7 +135,7 @@ class Overflows(Feature):
     _gradients: ReducedGradients
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
-        self._gradients = ReducedGradients(ddp, ddp.features[ReducedParameters].watched)
+        self._gradients = ReducedGradients(ddp, ddp.ringdp_features[ReducedParameters].watched)
 
     def renumbered(self, ddp: FeaturedDDP, renamed: Mapping[str, str]) -> None:
         self.reducer_made(ddp)

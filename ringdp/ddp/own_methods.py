@@ -37,7 +37,7 @@ class OwnMethods(FeaturedDDP):
         is their last exchange, and does not communicate. Rank 0 logs the verdict when communication costs a fifth of a
         step.
         """
-        return self.features[StepReport].monitor.report()
+        return self.ringdp_features[StepReport].monitor.report()
 
     def set_weight(self, weight: float | torch.Tensor) -> None:
         """Set the weight of the next forward's batch: the number of samples or tokens over which its loss is a mean.
@@ -53,7 +53,7 @@ class OwnMethods(FeaturedDDP):
             InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
                 the other ranks raise a MismatchError that names this rank.
         """
-        self.features[BatchWeight].set(weight)
+        self.ringdp_features[BatchWeight].set(weight)
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the guard look at this optimizer's state, too. All ranks call it; not for one that shards its state.
@@ -61,7 +61,7 @@ class OwnMethods(FeaturedDDP):
         Raises:
             InvalidArgumentError: not an optimizer.
         """
-        self.features[ReplicaGuard].add_optimizer(optimizer)
+        self.ringdp_features[ReplicaGuard].add_optimizer(optimizer)
 
     def check_replicas(self) -> None:
         """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
@@ -71,7 +71,7 @@ class OwnMethods(FeaturedDDP):
         Raises:
             MismatchError: they differ; names the first tensor and the ranks.
         """
-        self.features[ReplicaGuard].check(self)
+        self.ringdp_features[ReplicaGuard].check(self)
 
     def set_compression(self, compression: CompressorLike | Compression) -> None:
         """Compress gradients in another way from the next step on. All ranks call it, between two steps.
@@ -88,7 +88,7 @@ class OwnMethods(FeaturedDDP):
                 choice cannot be used (has its reason).
             InvalidStateError: a backward is under way, or a communication hook is registered.
         """
-        self.features[GradientCompression].choose(self, compression)
+        self.ringdp_features[GradientCompression].choose(self, compression)
 
     def compression_state_dict(self, *, consolidated: bool = False) -> dict[str, Any]:
         """The state of compression: residuals and other state by parameter name, and the progress of the warm-up.
@@ -101,7 +101,7 @@ class OwnMethods(FeaturedDDP):
         Raises:
             InvalidStateError: nothing is compressed.
         """
-        return self.features[GradientCompression].state_dict(self.process_group, consolidated=consolidated)
+        return self.ringdp_features[GradientCompression].state_dict(self.process_group, consolidated=consolidated)
 
     def load_compression_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state from `compression_state_dict`; call it between two steps, on all ranks.
@@ -115,14 +115,14 @@ class OwnMethods(FeaturedDDP):
                 changed then.
             InvalidStateError: nothing is compressed.
         """
-        self.features[GradientCompression].load_state_dict(state)
+        self.ringdp_features[GradientCompression].load_state_dict(state)
 
     def measure_compression(self, *, every: int) -> None:
         """In every `every`-th step compare the compressed mean with the exact one; `compression_stats` has the results.
 
         Such a step costs a copy and an exact all-reduce of the compressed gradients. 0 ends it. All ranks call it.
         """
-        self.features[GradientCompression].measure(self.process_group, every)
+        self.ringdp_features[GradientCompression].measure(self.process_group, every)
 
     def compression_stats(self) -> CompressionStats:
         """Bytes, times and, where `measure_compression` was called, errors. Costs nothing in the steps.
@@ -130,11 +130,11 @@ class OwnMethods(FeaturedDDP):
         Raises:
             InvalidStateError: nothing is compressed.
         """
-        return self.features[GradientCompression].stats()
+        return self.ringdp_features[GradientCompression].stats()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""
-        if set_to_none or self.features[ShardedParameters].found:
+        if set_to_none or self.ringdp_features[ShardedParameters].found:
             super().zero_grad(set_to_none=set_to_none)
             return
         self.reducer.zero_gradients()
@@ -153,11 +153,11 @@ class OwnMethods(FeaturedDDP):
 
     @property
     def _before_forward(self) -> list[Callable[[], None]]:
-        return self.features[Listeners].calls
+        return self.ringdp_features[Listeners].calls
 
     def _repeat_batch(self) -> None:
         """Treat the forwards up to the next backward that synchronises as those of the batch whose forward failed. Its
         buffers and weight are not sent again.
         """
-        self.features[SentState].repeat_batch(self)
+        self.ringdp_features[SentState].repeat_batch(self)
         self.reducer.repeat_batch()

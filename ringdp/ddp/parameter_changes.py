@@ -157,7 +157,7 @@ class ReducedParameters(Feature):
             self._lay_out(ddp, reduced, after)
             _log.info("since the last forward %s: gradients are laid out anew", reduced)
         self._never_reduced = others
-        for feature in ddp.features:
+        for feature in ddp.ringdp_features:
             feature.module_changed(ddp)
         synchronise_on_cpu(ddp.module)
         self.reducer_made(ddp)
@@ -237,7 +237,7 @@ class ReducedParameters(Feature):
 
     def _lay_out(self, ddp: FeaturedDDP, changes: ParameterChanges, after: list[ModelParameter]) -> None:
         """Give these parameters to the reducer and to all parts that number parameters as it does."""
-        for feature in ddp.features:
+        for feature in ddp.ringdp_features:
             feature.before_renumbering(ddp)
         parameters, names = [one.parameter for one in after], [one.name for one in after]
         remember_names(parameters, names)
@@ -247,7 +247,7 @@ class ReducedParameters(Feature):
         self.watched = after
         named_now = ddp.module.named_parameters()
         ddp._module_parameters = [one for name, one in named_now if name not in ddp.parameters_to_ignore]
-        for feature in ddp.features:
+        for feature in ddp.ringdp_features:
             feature.renumbered(ddp, changes.renamed)
         trainable = [one for one in after if one.parameter.requires_grad]
         ddp.logger.set_parameters([one.parameter for one in trainable], [one.name for one in trainable])
@@ -255,8 +255,8 @@ class ReducedParameters(Feature):
 
 def _refuse_to_follow(ddp: FeaturedDDP, changes: ParameterChanges) -> None:
     given = has_optimizers(one.parameter for one in changes.new)
-    features = ddp.features.in_use(ddp) | {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
-    if text := refusals.found(features):
+    others = {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
+    if text := refusals.found(ddp.ringdp_features.in_use(ddp) | others):
         raise InvalidStateError(
             f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name
         )

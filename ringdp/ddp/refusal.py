@@ -65,18 +65,13 @@ def refuse_capture(device_type: str) -> None:
 
 def refuse_distributed_autograd() -> None:
     """Raise InvalidStateError in a context of torch.distributed.rpc."""
-    if _in_distributed_autograd():
-        raise InvalidStateError(
-            "RingDP does not average the gradients that distributed autograd (torch.distributed.rpc) keeps in its "
-            "context: use DistributedDataParallel for this module"
-        )
-
-
-def _in_distributed_autograd() -> bool:
     if not dist.rpc.is_available() or not dist.rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
-        return False
+        return
     try:
         dist.autograd._current_context()  # type: ignore[attr-defined]
     except RuntimeError:  # there is none
-        return False
-    return True
+        return
+    raise InvalidStateError(
+        "RingDP does not average the gradients that distributed autograd (torch.distributed.rpc) keeps in its "
+        "context: use DistributedDataParallel for this module"
+    )

@@ -65,7 +65,7 @@ class OptimizerWatch:
                 wrapper.reducer.end_closure()
             if wrapper.reducer.has_unaveraged():
                 others = [other for other in owners if other is not wrapper]
-                wrapper.features[Unaveraged].look(wrapper, optimizer, others)
+                wrapper.ringdp_features[Unaveraged].look(wrapper, optimizer, others)
 
     def _owners_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         groups = optimizer.param_groups
@@ -95,7 +95,7 @@ class Unaveraged(Feature):
     def look(self, ddp: FeaturedDDP, optimizer: torch.optim.Optimizer, others: Sequence[FeaturedDDP]) -> None:
         """Called when `optimizer` has stepped and some gradient of the wrapper was not averaged, unless by one of
         `others`."""
-        guard = ddp.features[ReplicaGuard]
+        guard = ddp.ringdp_features[ReplicaGuard]
         if ddp.process_group.size() == 1 or guard.is_off:
             return
         if self._warned and not guard.counts_local_steps:
@@ -133,7 +133,7 @@ def _left_over(ddp: FeaturedDDP) -> list[tuple[str, torch.nn.Parameter, bool, bo
     now = {clean_name(name): one for name, one in ddp.module.named_parameters(remove_duplicate=False)}
     found = []
     for index, under_no_sync, changed in ddp.reducer.unaveraged()[0]:
-        name = ddp.features[ReducedParameters].watched[index].name
+        name = ddp.ringdp_features[ReducedParameters].watched[index].name
         parameter = now.get(name)
         if parameter is not None and parameter.grad is not None:
             found.append((name, parameter, under_no_sync, changed))

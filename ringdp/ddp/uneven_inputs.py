@@ -21,7 +21,7 @@ class UnevenInputs(FeaturedDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
-        if self.features[Elastic].repairs:
+        if self.ringdp_features[Elastic].repairs:
             refusals.refuse("elastic", "join")
         hook: JoinHook = super().join_hook(**kwargs)
         make_models_equal = hook.post_hook
@@ -29,7 +29,7 @@ class UnevenInputs(FeaturedDDP):
         def post_hook(is_last_joiner: bool) -> None:
             make_models_equal(is_last_joiner)
             self._join_config = _JoinConfig.construct_disabled_join_config()
-            for feature in self.features:
+            for feature in self.ringdp_features:
                 feature.join_is_over()
 
         hook.post_hook = post_hook  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ class UnevenInputs(FeaturedDDP):
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        self.features[BatchWeight].shadow(self)
+        self.ringdp_features[BatchWeight].shadow(self)
         super()._match_all_reduce_for_bwd_pass()
         self.reducer.shadow_used_map()
 
@@ -60,5 +60,5 @@ class UnevenInputs(FeaturedDDP):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         torchs: Any = self
         source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
-        with self.features[ShardedParameters].as_leaves():
-            self.features[SentState].send(self, source, buffers=sends_buffers(self))
+        with self.ringdp_features[ShardedParameters].as_leaves():
+            self.ringdp_features[SentState].send(self, source, buffers=sends_buffers(self))

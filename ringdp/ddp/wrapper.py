@@ -166,7 +166,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             )
         self._reduce_dtype = reduction_dtype(reduce_dtype)
         self._gradient_pool = allowed_pool(gradient_pool)
-        self.features = Features(
+        self.ringdp_features = Features(
             Elastic(),
             Reproducible(reproducible),
             in_use.OfTorch(),
@@ -194,18 +194,18 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
                 **passed_on,
             )
         except BaseException:
-            self.features[ShardedParameters].put_back()
+            self.ringdp_features[ShardedParameters].put_back()
             raise
         if mesh is not None:
             self.device_mesh = mesh
-        self.features[MixedPrecision].start(self)
+        self.ringdp_features[MixedPrecision].start(self)
 
     # Called by torch's constructor and __setstate__.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        sent = self.features[SentState]
-        self.features[ShardedParameters].take_out(self)  # until _ddp_init_helper has made the reducer
-        refusals.check(self.features.in_use(self))
+        sent = self.ringdp_features[SentState]
+        self.ringdp_features[ShardedParameters].take_out(self)  # until _ddp_init_helper has made the reducer
+        refusals.check(self.ringdp_features.in_use(self))
         sent.refuse_unusable(self)
         compares = self.__dict__.pop("_compare_models", False)
         if compares:
@@ -215,9 +215,9 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
                     self.process_group,
                     self.device,
                     ignored=self.parameters_to_ignore,
-                    compression=self.features[GradientCompression].chosen,
+                    compression=self.ringdp_features[GradientCompression].chosen,
                     kind=kind_of(self.device),
-                    settings=self.features.settings(),
+                    settings=self.ringdp_features.settings(),
                 )
                 self.placement = Placement.of(kinds, self.process_group, self.device)
                 self.placement.log_mixed(self.process_group.rank())
@@ -239,13 +239,13 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
 
         backend = backend_of(self.process_group, self.device_type)
         connect_log()
-        for feature in self.features:
+        for feature in self.ringdp_features:
             feature.before_reducer(self)
-        watched = self.features[ReducedParameters].watched
+        watched = self.ringdp_features[ReducedParameters].watched
         if "placement" not in self.__dict__:
             self.placement = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
-            over_ring = backend == BACKEND and self.features[GradientCompression].chosen is None
+            over_ring = backend == BACKEND and self.ringdp_features[GradientCompression].chosen is None
             self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
@@ -259,18 +259,18 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             own_gradients=not self.gradient_as_bucket_view,
             skip_unused=self.skip_all_reduce_unused_params,
             names_compared=backend == BACKEND,
-            graph_shows_unused=not self.features[ShardedParameters].found,
+            graph_shows_unused=not self.ringdp_features[ShardedParameters].found,
             reduce_dtype=self._reduce_dtype,
             host_control=self.placement.host_control,
-            weighted=self.features[BatchWeight].mode is not None,
+            weighted=self.ringdp_features[BatchWeight].mode is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
             report_every=report_every(),
             alone=config.reduce_alone(),
         )
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
-        self.features[ShardedParameters].put_back()
-        for feature in self.features:
+        self.ringdp_features[ShardedParameters].put_back()
+        for feature in self.ringdp_features:
             feature.reducer_made(self)
         trainable = [one.name for one in watched if one.parameter.requires_grad]
         self.logger = ReducerLog(self, parameters, trainable, bucket_cap_bytes=self._caps_bytes[-1])
@@ -297,13 +297,13 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
         refuse_capture(self.device_type)
         if in_backward():
             self.reducer.called_in_backward()
-        for feature in self.features:
+        for feature in self.ringdp_features:
             feature.before_forward(self)
         prepared = super()._pre_forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and not self._join_config.enable and not in_backward():  # of checkpointing
-            for feature in self.features:
+            for feature in self.ringdp_features:
                 feature.between_steps(self)
-        self.features[BatchWeight].announce(self, inputs, kwargs)
+        self.ringdp_features[BatchWeight].announce(self, inputs, kwargs)
         return prepared
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
@@ -314,7 +314,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             self._sync_buffers()
         sync = self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            for feature in self.features:
+            for feature in self.ringdp_features:
                 feature.before_backward(self)
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
             self.reducer.prepare_for_backward(outputs, sync, self.module.training)
@@ -330,10 +330,10 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
 
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()
-        self.modules_buffers = self.features[SentState].buffers_to_send(self)
+        self.modules_buffers = self.ringdp_features[SentState].buffers_to_send(self)
 
     def _sync_buffers(self) -> None:
-        if self.features[SentState].is_repeating(self):
+        if self.ringdp_features[SentState].is_repeating(self):
             return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
@@ -342,7 +342,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         send = functools.partial(super()._distributed_broadcast_coalesced, tensors, buffer_size, authoritative_rank)
-        self.features[SentState].broadcast(self, tensors, send)
+        self.ringdp_features[SentState].broadcast(self, tensors, send)
 
     # The rest of torch's methods that use the reducer's type.
 
@@ -350,7 +350,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
-            for feature in self.features:
+            for feature in self.ringdp_features:
                 feature.group_replaced(self, new_process_group)
             self.process_group = new_process_group
             self.reducer._update_process_group(

@@ -37,7 +37,7 @@ def reports(folder: str, faults: Faults, more: int) -> dict[str, Any]:
             step(number)
         told["after"] = len(model.report().ranks)
         told["steps"] = model.report().step
-        told["guarded"] = model.features[options.ReplicaGuard].guard is not None
+        told["guarded"] = model.ringdp_features[options.ReplicaGuard].guard is not None
         if ringdp.rank() == 1:
             with torch.no_grad():
                 model.module.last.bias += 1.0

@@ -62,7 +62,7 @@ def remembered(place: str, compression: str) -> dict[str, Any]:
         "gradients": gradients,
         "residuals": {name: entry.get("residual") for name, entry in state.items()},
         "finite": model.reducer.finite(),
-        "in_core": all(model.features[GradientCompression].attached("test").in_core(i) for i in range(2)),
+        "in_core": all(model.ringdp_features[GradientCompression].attached("test").in_core(i) for i in range(2)),
     }
 
 

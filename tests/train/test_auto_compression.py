@@ -83,7 +83,7 @@ def in_a_host_it_is_exact_to_the_bit() -> None:
 
 def force(model: RingDP, level: str) -> None:
     """Whatever the tuner says: from the next forward on all buckets that it could choose for get that level."""
-    auto = model.features[GradientCompression].attached("test").auto
+    auto = model.ringdp_features[GradientCompression].attached("test").auto
     assert auto is not None
 
     def before_forward() -> None:

@@ -49,7 +49,7 @@ def trained(compressor: Any, in_core: bool | None = None) -> list[str]:
     model = RingDP(training.wide(), compression=compressor, bucket_cap_mb=0.004)
     digests = training.train(model, range(5))
     if in_core is not None:
-        assert model.features[GradientCompression].attached("test").in_core(0) is in_core
+        assert model.ringdp_features[GradientCompression].attached("test").in_core(0) is in_core
     return digests
 
 
@@ -165,9 +165,9 @@ def beside_kernels(path: str) -> None:
         rules = [("3.weight", Int8(error_feedback=True))]
         model = RingDP(training.wide(), compression=Compression(load(path, error_feedback=True), rules))
         digests = training.train(model, range(4))
-        names = [one.name for one in model.features[GradientCompression].attached("test").parameters]
-        assert model.features[GradientCompression].attached("test").in_core(names.index("3.weight"))
-        assert model.features[GradientCompression].attached("test").in_hook(names.index("0.weight"))
+        names = [one.name for one in model.ringdp_features[GradientCompression].attached("test").parameters]
+        assert model.ringdp_features[GradientCompression].attached("test").in_core(names.index("3.weight"))
+        assert model.ringdp_features[GradientCompression].attached("test").in_hook(names.index("0.weight"))
     assert same_everywhere(digests)
 
 

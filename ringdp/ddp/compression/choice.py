@@ -140,15 +140,15 @@ class GradientCompression(Feature):
 
         def possible() -> Rules:
             rules = asked()
-            refusals.check(ddp.features.in_use(ddp) | in_use.of_rules(rules))
+            refusals.check(ddp.ringdp_features.in_use(ddp) | in_use.of_rules(rules))
             return rules
 
-        watched = ddp.features[ReducedParameters].watched
+        watched = ddp.ringdp_features[ReducedParameters].watched
         model = self.model
         if model is None:
             model = ModelCompression(watched, ddp.process_group, ddp.reducer, ddp.placement)
         chosen = model.choose(possible, other_parameters(ddp.module, watched))
         self.model = model
         if model.auto is not None:
-            refusals.check(ddp.features.in_use(ddp) | {"choosing": ""})
+            refusals.check(ddp.ringdp_features.in_use(ddp) | {"choosing": ""})
         return chosen

@@ -122,21 +122,21 @@ class ReplicaGuard(Feature):
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
         self.guard = self._options.guard(ddp, starts_alike=self._starts_alike)
-        monitor = ddp.features[StepReport].monitor
+        monitor = ddp.ringdp_features[StepReport].monitor
         monitor.attached = self.guard if isinstance(self.guard, AttachedGuard) else None
         monitor.gradients = None if self.is_off else SameData()
 
     def rest_beside(self, ddp: FeaturedDDP, hook: Callable[..., Any]) -> None:
         """The default guard rests beside a hook that may let replicas drift apart on purpose."""
         if self._options.every is None and not averages_elements(hook):
-            self.guard = ddp.features[StepReport].monitor.attached = None
+            self.guard = ddp.ringdp_features[StepReport].monitor.attached = None
 
     def between_steps(self, ddp: FeaturedDDP) -> None:
         if self.guard is not None:
             self.guard.look()
 
     def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
-        self.join_is_over()
+        self.join_is_over()  # as then, the ranks have run other numbers of steps
 
     def module_changed(self, ddp: FeaturedDDP) -> None:
         if self.guard is not None:
