@@ -91,7 +91,7 @@ class Features:
         return {key: name for one in self for key, name in one.in_use(ddp).items()}
 
     def settings(self) -> dict[str, str]:
-        """By the name of the argument, the last feature's first: ranks compare them as one text, whose order is old."""
+        """By the name of the argument, the last feature's first: the ranks compare a text in this order."""
         return {key: value for one in reversed(self._by_class.values()) for key, value in one.settings().items()}
 
 
