@@ -24,25 +24,18 @@ class Elastic(Feature):
     repairs: bool | None = None
 
     def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        """Raises:
+        InvalidArgumentError: the job is elastic, and the wrapper's group does not go on without lost ranks.
+        """
         if self.repairs is None:
-            self.repairs = _goes_on(ddp.process_group, ddp.device_type)
+            group = ddp.process_group
+            self.repairs = backend_of(group, ddp.device_type) == BACKEND and is_elastic(group)
+            if not self.repairs and config.elastic() and dist.get_world_size() > 1:
+                refusals.refuse("elastic", "group")
         return {"elastic": ""} if self.repairs else {}
 
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
-
-
-def _goes_on(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether the wrapper's group goes on without lost ranks.
-
-    Raises:
-        InvalidArgumentError: the job is elastic, and this wrapper's group is not, or has no such group.
-    """
-    if backend_of(group, device_type) == BACKEND and is_elastic(group):
-        return True
-    if config.elastic() and dist.get_world_size() > 1:
-        refusals.refuse("elastic", "group")
-    return False
 
 
 def broadcast_in_unit(group: dist.ProcessGroup, what: str, tensors: list[torch.Tensor], broadcast: Any) -> None:

@@ -40,10 +40,22 @@ class MixedPrecision(Feature):
             ddp.reducer.register_comm_hook(None, reduction_hook(ddp, self._sends_as))
 
     def start(self, ddp: FeaturedDDP) -> None:
-        """Called once, when the wrapper is made: torch's constructor is not to know of the argument."""
-        if self._precision is not None:
-            ddp.mixed_precision = self._precision
-            compute_in_low_precision(ddp)
+        """Cast the module's buffers, and its parameters whenever it is called. Once, when the wrapper has been made:
+        torch's constructor is not to know of the argument."""
+        precision = self._precision
+        if precision is None:
+            return
+        ddp.mixed_precision = precision
+        if precision.buffer_dtype is not None:
+            for buffer in ddp.module.buffers():
+                if _is_cast(buffer):
+                    buffer.data = buffer.to(precision.buffer_dtype)
+        if precision.param_dtype is not None:
+            for parameter in ddp.module.parameters():
+                if _is_cast(parameter):  # DDP's names for the two; here one is empty and the other the parameter itself
+                    parameter._mp_param = parameter.new_empty(0, dtype=precision.param_dtype)
+                    parameter._fp_param = parameter.data
+            _LowPrecisionLayers(precision.param_dtype).attach(ddp.module)
 
 
 class _LowPrecisionLayers:
@@ -87,23 +99,6 @@ class _LowPrecisionLayers:
             _refresh_flat_weights(part)
         self._outermost = None
         self._kept = []
-
-
-def compute_in_low_precision(wrapper: distributed.DistributedDataParallel) -> None:
-    """Cast the module's buffers as ``wrapper.mixed_precision`` says, and its parameters whenever it is called."""
-    precision = wrapper.mixed_precision
-    if precision is None:
-        return
-    if precision.buffer_dtype is not None:
-        for buffer in wrapper.module.buffers():
-            if _is_cast(buffer):
-                buffer.data = buffer.to(precision.buffer_dtype)
-    if precision.param_dtype is not None:
-        for parameter in wrapper.module.parameters():
-            if _is_cast(parameter):  # DDP's names for the two; here one is empty and the other the parameter itself
-                parameter._mp_param = parameter.new_empty(0, dtype=precision.param_dtype)
-                parameter._fp_param = parameter.data
-        _LowPrecisionLayers(precision.param_dtype).attach(wrapper.module)
 
 
 def reduction_hook(

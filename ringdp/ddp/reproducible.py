@@ -29,8 +29,7 @@ class Reproducible(Feature):
         self.group_replaced(ddp, ddp.process_group)
 
     def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
-        """Let all-reduces of the group add in rank order from now on. All ranks call it between the same two
-        operations.
+        """Let its all-reduces add in rank order. All ranks call it between the same two operations.
 
         Raises:
             InvalidArgumentError: another backend than ring moves tensors on this kind of device.
