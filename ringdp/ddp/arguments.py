@@ -314,6 +314,19 @@ def for_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def line_mesh(arguments: dict[str, Any]) -> Any:
+    """The one-dimensional mesh among torch's arguments, in whose place stands its group from now on.
+
+    With a slice of a mesh torch's constructor would make plain attributes of the module's DTensors.
+    """
+    mesh = arguments.get("device_mesh")
+    if mesh is None or mesh.ndim != 1 or arguments.get("process_group") is not None:
+        return None  # torch says what is wrong
+    del arguments["device_mesh"]
+    arguments["process_group"] = mesh.get_group(mesh_dim=0)
+    return mesh
+
+
 def bucket_caps(arguments: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The list of sizes in MiB, where one was given, and the caps in bytes of the first, second, … buckets. No caps
     where the user gave no size: `growing_caps` of `default_cap_mb` are for these.

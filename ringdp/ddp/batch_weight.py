@@ -14,44 +14,42 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.ddp.mixed_precision import in_backward
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 
 MODES = ("samples", "call")
 
 
-class BatchWeight:
+class BatchWeight(Feature):
     """The weight of each forward of one RingDP. Used by the thread that calls forward.
 
     Args:
-        mode: one of `MODES`.
+        mode: one of `MODES`, or None: all ranks count the same.
+
+    Raises:
+        InvalidArgumentError: another value.
     """
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-        self._given: float | None = None
-
-    @classmethod
-    def checked(cls, mode: Any) -> BatchWeight | None:
-        """Of RingDP's argument ``weight``; None where all ranks count the same.
-
-        Args:
-            mode: None, or one of `MODES`.
-
-        Raises:
-            InvalidArgumentError: another value.
-        """
-        if mode is None:
-            return None
-        if not isinstance(mode, str) or mode not in MODES:
+    def __init__(self, mode: str | None) -> None:
+        if mode is not None and (not isinstance(mode, str) or mode not in MODES):
             raise InvalidArgumentError(
                 "RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets),"
                 f" 'call' (what set_weight gives before each forward) or None (all count the same), not {mode!r}"
             )
-        return cls(mode)
+        self.mode = mode
+        self._given: float | None = None
+
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        return {} if self.mode is None else {"weight": ""}
+
+    def settings(self) -> dict[str, str]:
+        return {} if self.mode is None else {"weight": self.mode}
 
     def set(self, weight: Any) -> None:
         """The next forward's weight: a number, or a tensor with one element."""
+        if self.mode is None:
+            raise InvalidStateError('set_weight: make RingDP with weight="call" (or "samples"), on all ranks')
         try:
             self._given = float(weight)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -82,49 +80,17 @@ class BatchWeight:
             )
         return float(first.shape[0])
 
-
-class WeightedModule:
-    """A part of RingDP, which brings the reducer.
-
-    Attributes:
-        _weight: of the batches; None where all ranks count the same.
-    """
-
-    reducer: Any
-    module: Any
-    require_backward_grad_sync: bool
-    _join_config: Any
-    _weight: BatchWeight | None
-
-    def set_weight(self, weight: float | torch.Tensor) -> None:
-        """Set the weight of the next forward's batch: the number of samples or tokens over which its loss is a mean.
-
-        Call it before each forward that trains; with ``weight="samples"`` it takes the place of what is counted. A
-        weight of 0 leaves this rank's gradients out, also if they are not finite.
-
-        Args:
-            weight: a finite number that is not negative, or a tensor with one.
-
-        Raises:
-            InvalidStateError: RingDP was made without ``weight``.
-            InvalidArgumentError: not a number. One that is negative or not finite is an error of the forward, where
-                the other ranks raise a MismatchError that names this rank.
-        """
-        if self._weight is None:
-            raise InvalidStateError('set_weight: make RingDP with weight="call" (or "samples"), on all ranks')
-        self._weight.set(weight)
-
-    def _announce_weight(self, inputs: Iterable[Any], keywords: Mapping[str, Any]) -> None:
+    def announce(self, ddp: FeaturedDDP, inputs: Iterable[Any], keywords: Mapping[str, Any]) -> None:
         """Called in a forward, with its arguments."""
-        if self._weight is None or not torch.is_grad_enabled() or in_backward():
+        if self.mode is None or not torch.is_grad_enabled() or in_backward():
             return
-        training = None if self._join_config.enable else self.module.training
-        self.reducer.announce_weight(self._weight.take(inputs, keywords), self.require_backward_grad_sync, training)
+        training = None if ddp._join_config.enable else ddp.module.training
+        ddp.reducer.announce_weight(self.take(inputs, keywords), ddp.require_backward_grad_sync, training)
 
-    def _shadow_weight(self) -> None:
+    def shadow(self, ddp: FeaturedDDP) -> None:
         """Called on a rank that has run out of input (`Join`), in a forward of the others."""
-        if self._weight is not None:
-            self.reducer.shadow_weight()
+        if self.mode is not None:
+            ddp.reducer.shadow_weight()
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

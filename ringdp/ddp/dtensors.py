@@ -22,6 +22,9 @@ import torch.distributed as dist
 
 from ringdp import refusals
 from ringdp.compression.parameters import clean_name
+from ringdp.ddp.batch_weight import BatchWeight
+from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.parameter_changes import ReducedParameters
 from ringdp.errors import InvalidArgumentError
 
 
@@ -36,78 +39,66 @@ class _Part:
     index: int | None = None  # the reducer's
 
 
-class ShardedParameters:
+class ShardedParameters(Feature):
     """The DTensor parameters of a module. One thread at a time, as forward and backward of a step are."""
 
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
-        self._reducer: Any = None
-        self._handles: list[Any] = []
-        self._finish_is_queued = False
+    made_with_reducer = ("_parts", "_reducer")
+    _parts: Sequence[_Part] = ()
+    _reducer: Any = None
+    _finish_is_queued = False
 
-    @classmethod
-    def of(cls, module: torch.nn.Module, group: dist.ProcessGroup) -> ShardedParameters | None:
-        """Those of `module`, None where there are none.
+    @property
+    def found(self) -> bool:
+        """Whether there are any."""
+        return bool(self._parts)
 
-        Raises:
-            InvalidArgumentError: one is spread over ranks of `group`, whose parts are not to be averaged.
-        """
-        if "torch.distributed.tensor" not in sys.modules:
-            return None  # there are none yet, and importing it takes a second
-        from torch.distributed.tensor import DTensor
-
-        parts: dict[int, _Part] = {}
-        for prefix, owner in module.named_modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                if not isinstance(parameter, DTensor):
-                    continue
-                if id(parameter) not in parts:
-                    full_name = clean_name(f"{prefix}.{name}" if prefix else name)
-                    _check_mesh(full_name, parameter, group)
-                    leaf = torch.nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
-                    _same_grad_dtype(leaf, parameter)
-                    parts[id(parameter)] = _Part(full_name, parameter, leaf, [])
-                parts[id(parameter)].places.append((owner, name))
-        return cls(list(parts.values())) if parts else None
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        return {"dtensor": ""} if self._parts else {}
 
     @contextlib.contextmanager
     def as_leaves(self) -> Iterator[None]:
         """Inside the block the module has the leaves in place of its DTensors, for torch's code for plain
         parameters."""
-        self.take_out()
+        self._put([part.leaf for part in self._parts])
         try:
             yield
         finally:
             self.put_back()
 
-    def take_out(self) -> None:
-        for part in self._parts:
-            for owner, name in part.places:
-                owner._parameters[name] = part.leaf
+    def take_out(self, ddp: FeaturedDDP) -> None:
+        """Find them; the module has the leaves in their places until they are put back.
+
+        Raises:
+            InvalidArgumentError: one is spread over ranks of the wrapper's group, whose parts are not to be averaged.
+        """
+        self._parts = _parts_of(ddp.module, ddp.process_group)
+        self._put([part.leaf for part in self._parts])
 
     def put_back(self) -> None:
-        for part in self._parts:
-            for owner, name in part.places:
-                owner._parameters[name] = part.whole
+        self._put([part.whole for part in self._parts])
 
-    def watch(self, reducer: Any, parameters: Sequence[torch.Tensor], *, weighted: bool = False) -> None:
-        """Notify `reducer`, which has `parameters`, of gradients from now on; `weighted`: micro-batches may have
-        different weights."""
-        for handle in self._handles:
-            handle.remove()
-        self._reducer = reducer
-        positions = {id(parameter): index for index, parameter in enumerate(parameters)}
+    def _put(self, parameters: Sequence[Any]) -> None:
+        for part, parameter in zip(self._parts, parameters, strict=True):
+            for owner, name in part.places:
+                owner._parameters[name] = parameter
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        """Notify the reducer of gradients from now on."""
+        self._reducer = ddp.reducer
+        watched = ddp.ringdp_features[ReducedParameters].watched
+        trainable = [one.parameter for one in watched if one.parameter.requires_grad]
+        positions = {id(parameter): index for index, parameter in enumerate(trainable)}
+        weighted = ddp.ringdp_features[BatchWeight].mode is not None  # micro-batches may have different weights
         me = weakref.ref(self)  # the wrapper owns this; the module's parameters may live on without it
-        self._handles = []
         for part in self._parts:
             part.index = positions.get(id(part.leaf))
             if part.index is not None:
                 hook = functools.partial(_arrived, me, part)
-                self._handles.append(part.whole.register_post_accumulate_grad_hook(hook))
+                part.whole.register_post_accumulate_grad_hook(hook)
                 if weighted:
-                    self._handles.append(part.whole.register_hook(functools.partial(_weighted, me)))
+                    part.whole.register_hook(functools.partial(_weighted, me))
 
-    def before_forward(self) -> None:
+    def before_forward(self, ddp: FeaturedDDP) -> None:
         """Repeat on the leaves the changes made to the DTensors since the last call.
 
         Raises:
@@ -128,7 +119,7 @@ class ShardedParameters:
             if part.leaf.requires_grad != part.whole.requires_grad:
                 part.leaf.requires_grad_(part.whole.requires_grad)
 
-    def before_backward(self) -> None:
+    def before_backward(self, ddp: FeaturedDDP) -> None:
         self._finish_is_queued = False
         for part in self._parts:
             part.leaf.grad = None if part.whole.grad is None else part.whole.grad._local_tensor
@@ -154,6 +145,27 @@ class ShardedParameters:
                 continue
             spec = part.whole._spec if gradient is None else gradient._spec
             part.whole.grad = DTensor(mean, spec, requires_grad=False)
+
+
+def _parts_of(module: torch.nn.Module, group: dist.ProcessGroup) -> list[_Part]:
+    """The DTensors of `module`. Raises InvalidArgumentError as `ShardedParameters.take_out`."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return []  # there are none yet, and importing it takes a second
+    from torch.distributed.tensor import DTensor
+
+    parts: dict[int, _Part] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in parts:
+                full_name = clean_name(f"{prefix}.{name}" if prefix else name)
+                _check_mesh(full_name, parameter, group)
+                leaf = torch.nn.Parameter(parameter._local_tensor.detach(), requires_grad=parameter.requires_grad)
+                _same_grad_dtype(leaf, parameter)
+                parts[id(parameter)] = _Part(full_name, parameter, leaf, [])
+            parts[id(parameter)].places.append((owner, name))
+    return list(parts.values())
 
 
 def _arrived(me: weakref.ref[ShardedParameters], part: _Part, _parameter: torch.Tensor) -> None:

@@ -13,6 +13,8 @@ from ringdp import hooks
 from ringdp.compression import Auto
 from ringdp.compression.description import describe
 from ringdp.compression.rules import Rules
+from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.optimizer_in_backward import has_optimizers
 
 # Hooks that treat elements one by one, and add by the group's all-reduces.
 ELEMENTWISE_HOOKS = (
@@ -24,6 +26,26 @@ ELEMENTWISE_HOOKS = (
 def averages_elements(hook: Callable[..., Any]) -> bool:
     """Whether the hook is known to give all ranks the same mean, of each element by itself."""
     return hook in ELEMENTWISE_HOOKS or bool(getattr(hook, "per_parameter", False))
+
+
+class OfTorch(Feature):
+    """What the module, torch's arguments, a registered hook and optimizers that step during backward bring along.
+
+    Attributes:
+        hook: the name of the communication hook that the user registered.
+    """
+
+    hook = ""
+
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        found = {
+            "skip unused": ddp.skip_all_reduce_unused_params,
+            "delayed all-reduce": bool(ddp._delay_all_reduce_params),
+            "optimizer in backward": has_optimizers(ddp._module_parameters),
+            "compiled backward": bool(ddp._use_python_reducer),
+        }
+        features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
+        return features | of_module(ddp.module) | ({"any hook": self.hook} if self.hook else {})
 
 
 def of_module(module: torch.nn.Module) -> dict[str, str]:

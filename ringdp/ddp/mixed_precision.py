@@ -16,7 +16,46 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import distributed
 
+from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.hooks.average import all_reduce_mean
+
+
+class MixedPrecision(Feature):
+    """RingDP's argument ``mixed_precision``.
+
+    Args:
+        precision: torch's ``_MixedPrecision``, or None. Without reduce_dtype the reduction has param_dtype.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        self._precision = precision
+        self._sends_as: torch.dtype | None = precision and (precision.reduce_dtype or precision.param_dtype)
+
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        found = {"mixed_precision": self._precision, "low precision": self._sends_as}
+        return {feature: "" for feature, given in found.items() if given is not None}
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        if self._sends_as is not None:
+            ddp.reducer.register_comm_hook(None, reduction_hook(ddp, self._sends_as))
+
+    def start(self, ddp: FeaturedDDP) -> None:
+        """Cast the module's buffers, and its parameters whenever it is called. Once, when the wrapper has been made:
+        torch's constructor is not to know of the argument."""
+        precision = self._precision
+        if precision is None:
+            return
+        ddp.mixed_precision = precision
+        if precision.buffer_dtype is not None:
+            for buffer in ddp.module.buffers():
+                if _is_cast(buffer):
+                    buffer.data = buffer.to(precision.buffer_dtype)
+        if precision.param_dtype is not None:
+            for parameter in ddp.module.parameters():
+                if _is_cast(parameter):  # DDP's names for the two; here one is empty and the other the parameter itself
+                    parameter._mp_param = parameter.new_empty(0, dtype=precision.param_dtype)
+                    parameter._fp_param = parameter.data
+            _LowPrecisionLayers(precision.param_dtype).attach(ddp.module)
 
 
 class _LowPrecisionLayers:
@@ -62,34 +101,10 @@ class _LowPrecisionLayers:
         self._kept = []
 
 
-def compute_in_low_precision(wrapper: distributed.DistributedDataParallel) -> None:
-    """Cast the module's buffers as ``wrapper.mixed_precision`` says, and its parameters whenever it is called."""
-    precision = wrapper.mixed_precision
-    if precision is None:
-        return
-    if precision.buffer_dtype is not None:
-        for buffer in wrapper.module.buffers():
-            if _is_cast(buffer):
-                buffer.data = buffer.to(precision.buffer_dtype)
-    if precision.param_dtype is not None:
-        for parameter in wrapper.module.parameters():
-            if _is_cast(parameter):  # DDP's names for the two; here one is empty and the other the parameter itself
-                parameter._mp_param = parameter.new_empty(0, dtype=precision.param_dtype)
-                parameter._fp_param = parameter.data
-        _LowPrecisionLayers(precision.param_dtype).attach(wrapper.module)
-
-
 def reduction_hook(
-    wrapper: distributed.DistributedDataParallel, precision: Any
-) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]] | None:
-    """The communication hook that averages in the reduction's precision; None where that is the gradients' own.
-
-    Args:
-        precision: torch's ``_MixedPrecision``; without reduce_dtype the reduction has param_dtype.
-    """
-    dtype = sends_as(precision)
-    if dtype is None:
-        return None
+    wrapper: distributed.DistributedDataParallel, dtype: torch.dtype
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
+    """The communication hook that averages in that type."""
     wrapper_alive = weakref.ref(wrapper)
 
     def reduce_in_low_precision(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -99,12 +114,6 @@ def reduction_hook(
         return all_reduce_mean(bucket.buffer().to(dtype), alive.process_group, lambda mean: mean.to(own))
 
     return reduce_in_low_precision
-
-
-def sends_as(precision: Any) -> torch.dtype | None:
-    """In which a reduction of its own sends gradients; None where it has none. `precision`: torch's _MixedPrecision."""
-    dtype: torch.dtype | None = precision.reduce_dtype or precision.param_dtype
-    return dtype
 
 
 def _is_cast(tensor: Tensor) -> bool:

@@ -7,11 +7,10 @@ differ names these without another message.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.compression.tensor_parts import Held, Treatment, held, held_by, is_plain, why_not_averaged
 from ringdp.ddp import elastic as repair
-from ringdp.ddp.dtensors import ShardedParameters
+from ringdp.ddp.elastic import Elastic
+from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
 
@@ -32,87 +32,72 @@ Layout = list[tuple[str, torch.dtype, torch.Size]]
 """Of the buffers that are sent, or their parts, one after the other: name, type and shape."""
 
 
-class SentState(DistributedDataParallel):
-    """Used by the thread that constructs the wrapper and runs its forwards.
+class SentState(Feature):
+    """What of one module is sent, and what all ranks have sent last."""
 
-    Attributes:
-        _buffer_layout: of the buffers that the next forward sends.
-        _plain_buffers: the buffers, as torch lists them, where `held` had nothing to decide about any; else none.
-        _plain_forms: their types and shapes, which `_buffer_layout` has with their names.
-        _agreed_layout: of those that all ranks have sent last; None: nothing was compared yet.
-        _never_averaged: frozen parameters that the reducer could not average if they were not.
-        _logged_left_alone: the names of those that are not sent have been logged.
-    """
-
-    _sharded: ShardedParameters | None
-    _repaired: bool
-    _buffer_layout: Layout
-    _plain_buffers: Sequence[Tensor] = ()
-    _plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = ()
-    _agreed_layout: Layout | None = None
+    made_with_reducer = ("_never_averaged", "_plain_buffers", "_repeated_after")
+    # Frozen parameters that the reducer could not average if they were not.
     _never_averaged: Sequence[Held] = ()
-    _logged_left_alone: bool = False
+    # The buffers, as torch lists them, where `held` had nothing to decide about any; else none.
+    _plain_buffers: Sequence[Tensor] = ()
+    _repeated_after = -1  # the reducer's steps, when a batch was to be repeated
 
-    def _held(self, *, buffers: bool = True) -> list[Held]:
-        ranks = dist.get_process_group_ranks(self.process_group)
-        return list(held_by(self.module, ignored=self.parameters_to_ignore, buffers=buffers, ranks=ranks))
+    def __init__(self) -> None:
+        self._layout: Layout = []  # of the buffers that the next forward sends
+        self._plain_forms: Sequence[tuple[torch.dtype, torch.Size]] = []  # which `_layout` has with their names
+        self._agreed: Layout | None = None  # of those that all ranks have sent last; None: nothing was compared yet
+        self._logged_left_alone = False
 
-    def _refuse_unusable(self) -> None:
+    def refuse_unusable(self, ddp: FeaturedDDP) -> None:
         """Raise InvalidArgumentError where the module has something that can be neither sent nor averaged."""
-        refuse_unusable(self._held())
+        refuse_unusable(_held_by(ddp))
 
-    def _note_what_is_not_plain(self) -> None:
-        """After a change of the module's parameters."""
-        found = self._held()
+    def note_what_is_not_plain(self, ddp: FeaturedDDP) -> None:
+        """When the module is given, and after a change of its parameters."""
+        found = _held_by(ddp)
         self._never_averaged = [one for one in found if one.kind == "parameter" and why_not_averaged(one.tensor)]
         left_alone = [f"{one.kind} {one.name} ({one.why})" for one in found if one.treatment is Treatment.LEFT_ALONE]
-        if left_alone and not self._logged_left_alone and self.process_group.rank() == 0:
+        if left_alone and not self._logged_left_alone and ddp.process_group.rank() == 0:
             self._logged_left_alone = True
             _log.warning("each rank keeps its own, which is neither compared nor sent: %s", ", ".join(left_alone))
 
-    def _refuse_unfrozen(self) -> None:
-        """In each forward that trains.
+    def module_changed(self, ddp: FeaturedDDP) -> None:
+        self.note_what_is_not_plain(ddp)
+        ddp._assign_modules_buffers()
 
-        Raises:
-            InvalidArgumentError: a parameter that the reducer cannot average requires grad by now.
+    def before_forward(self, ddp: FeaturedDDP) -> None:
+        """Raises:
+        InvalidArgumentError: a parameter that the reducer cannot average requires grad by now.
         """
-        for one in self._never_averaged:
+        for one in self._never_averaged if torch.is_grad_enabled() else ():
             if one.tensor.requires_grad:
                 raise InvalidArgumentError(
                     f"RingDP: parameter {one.name} {why_not_averaged(one.tensor)}", name=one.name
                 )
 
-    def _send_state(self, source: int, *, buffers: bool) -> None:
+    def send(self, ddp: FeaturedDDP, source: int, *, buffers: bool) -> None:
         """Parameters, and buffers if they are asked for, become those of the group's rank `source`."""
-        tensors = [part for one in self._held(buffers=buffers) for _, part in one.parts]
+        tensors = [part for one in _held_by(ddp, buffers=buffers) for _, part in one.parts]
         if tensors:
-            size = self.broadcast_bucket_size
-            dist._broadcast_coalesced(self.process_group, tensors, size, source)  # type: ignore[attr-defined]
+            size = ddp.broadcast_bucket_size
+            dist._broadcast_coalesced(ddp.process_group, tensors, size, source)  # type: ignore[attr-defined]
 
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Called by torch's Join at its end."""
-        torchs: Any = self
-        source = torchs._authoritative_rank = torchs._find_common_rank(torchs._distributed_rank, is_last_joiner)
-        with contextlib.nullcontext() if self._sharded is None else self._sharded.as_leaves():
-            self._send_state(source, buffers=bool(getattr(self, "forward_sync_buffers", self.broadcast_buffers)))
-
-    def _assign_modules_buffers(self) -> None:
-        """Called in each forward: the tensors that it sends."""
-        super()._assign_modules_buffers()
-        buffers = self.modules_buffers
+    def buffers_to_send(self, ddp: FeaturedDDP) -> list[Tensor]:
+        """Called in each forward, when torch has listed the buffers."""
+        buffers: list[Tensor] = ddp.modules_buffers
         if len(buffers) == len(self._plain_buffers) and all(map(operator.is_, buffers, self._plain_buffers)):
             forms = [(one.dtype, one.shape) for one in buffers]
             if forms == self._plain_forms and all(one.is_contiguous() for one in buffers):
-                return  # as in the last forward
+                return buffers  # as in the last forward
         sent: list[Tensor] = []
         layout: Layout = []
         ranks: list[int] | None = None
-        for name, buffer in self.named_module_buffers.items():
+        for name, buffer in ddp.named_module_buffers.items():
             if is_plain(buffer):
                 sent.append(buffer)
                 layout.append((name, buffer.dtype, buffer.shape))
                 continue
-            ranks = dist.get_process_group_ranks(self.process_group) if ranks is None else ranks
+            ranks = dist.get_process_group_ranks(ddp.process_group) if ranks is None else ranks
             one = held("buffer", name, buffer, ranks=ranks)
             refuse_unusable([one])
             for part, tensor in one.parts:
@@ -122,46 +107,67 @@ class SentState(DistributedDataParallel):
         all_plain = ranks is None
         self._plain_buffers = buffers if all_plain else ()
         self._plain_forms = [(one.dtype, one.shape) for one in self._plain_buffers]
-        self.modules_buffers = sent
-        self._buffer_layout = layout
+        self._layout = layout
+        return sent
 
-    def _buffers_are_alike(self) -> None:
+    def buffers_are_alike(self) -> None:
         """Called when all ranks have the same buffers."""
-        self._agreed_layout = self._buffer_layout
+        self._agreed = self._layout
 
-    def _forward_note(self) -> str:
-        """The number of the forward, for the name of the buffers' broadcast, which all ranks compare."""
-        # Where all ranks that take part run the same forwards; the reducer is not there while this is constructed.
-        compared = not (self._join_config.enable or self._repaired)
-        reducer: Any = self.__dict__.get("reducer") if compared else None
-        return "" if reducer is None else str(reducer.forward_note(self.module.training))
+    def repeat_batch(self, ddp: FeaturedDDP) -> None:
+        """Buffers are not sent again up to the next backward that synchronises."""
+        self._repeated_after = ddp.reducer.steps()
 
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        layout, changes = self._buffer_layout, _changes(self._agreed_layout, self._buffer_layout)
-        name = f"buffers{self._forward_note()}" + (f": {'; '.join(_shown(changes))}" if changes else "")
+    def is_repeating(self, ddp: FeaturedDDP) -> bool:
+        return 0 <= self._repeated_after == ddp.reducer.steps()
 
-        def broadcast() -> None:
+    def broadcast(self, ddp: FeaturedDDP, tensors: list[Tensor], send: Callable[[], None]) -> None:
+        """`send()`, by which these buffers of a forward become those of a rank.
+
+        Raises:
+            MismatchError: not all ranks have the same buffers; names those that have changed since the last forward.
+        """
+        layout, changes = self._layout, _changes(self._agreed, self._layout)
+        name = f"buffers{_forward_note(ddp)}" + (f": {'; '.join(_shown(changes))}" if changes else "")
+
+        def named_send() -> None:
             with named(name):
-                super(SentState, self)._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+                send()
 
         try:
-            if self._repaired:
-                repair.broadcast_in_unit(self.process_group, "the buffers' broadcast", tensors, broadcast)
+            if ddp.ringdp_features[Elastic].repairs:
+                repair.broadcast_in_unit(ddp.process_group, "the buffers' broadcast", tensors, named_send)
             else:
-                broadcast()
+                named_send()
         except MismatchError as error:
-            if not changes or self._agreed_layout is None:
+            if not changes or self._agreed is None:
                 raise
             fields = {field: getattr(error, field) for field in MismatchError._fields}
             advice = "Change buffers alike on all ranks, before the same forward, or pass forward_sync_buffers=False"
             raise MismatchError(
-                f"since the last forward of rank {self.process_group.rank()} {'; '.join(_shown(changes))}, and not all"
+                f"since the last forward of rank {ddp.process_group.rank()} {'; '.join(_shown(changes))}, and not all"
                 f" ranks have the same buffers: {str(error).removesuffix('.')}. {advice}",
                 **fields | {"name": next(iter(changes)), "advice": advice},
             ) from error
-        self._agreed_layout = layout
+        self._agreed = layout
+
+
+def _held_by(ddp: FeaturedDDP, *, buffers: bool = True) -> list[Held]:
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    return list(held_by(ddp.module, ignored=ddp.parameters_to_ignore, buffers=buffers, ranks=ranks))
+
+
+def _forward_note(ddp: FeaturedDDP) -> str:
+    """The number of the forward, for the name of the buffers' broadcast, which all ranks compare."""
+    # Where all ranks that take part run the same forwards; the reducer is not there while the wrapper is constructed.
+    compared = not (ddp._join_config.enable or ddp.ringdp_features[Elastic].repairs)
+    reducer: Any = ddp.__dict__.get("reducer") if compared else None
+    return "" if reducer is None else str(reducer.forward_note(ddp.module.training))
+
+
+def sends_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether each forward overwrites the buffers with rank 0's, or with the result of a hook."""
+    return bool(getattr(ddp, "forward_sync_buffers", ddp.broadcast_buffers))
 
 
 def refuse_unusable(tensors: Iterable[Held]) -> None:

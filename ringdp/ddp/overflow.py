@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ringdp.compression.parameters import ModelParameter
+from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.parameter_changes import ReducedParameters
 from ringdp.job.byte_collectives import all_gather_bytes
 
 _INDEX_BYTES = 8
@@ -45,14 +48,15 @@ class ReducedGradients:
     """Of one RingDP, which makes it when its reducer has new parameters, and keeps it. Used by the thread that trains.
 
     Args:
-        wrapper: its ``reducer`` numbers parameters as its ``_watched`` does.
+        wrapper: the RingDP.
+        watched: its parameters, as its reducer numbers them.
     """
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, watched: Sequence[ModelParameter]) -> None:
         from ringdp import _C
 
-        parameters = [one.parameter for one in wrapper._watched]
-        names = [one.name for one in wrapper._watched]
+        parameters = [one.parameter for one in watched]
+        names = [one.name for one in watched]
 
         self._wrapper: weakref.ref[Any] = weakref.ref(wrapper)
         self._names = names
@@ -122,6 +126,19 @@ class ReducedGradients:
             name = self._names[first] if first >= 0 else "a parameter"
             self._overflow = Overflow(name, None if alone else ranks, group.size(), group.rank())
         return self._overflow
+
+
+class Overflows(Feature):
+    """Keeps what a GradScaler asks about the gradients of one RingDP."""
+
+    made_with_reducer = ("_gradients",)
+    _gradients: ReducedGradients
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        self._gradients = ReducedGradients(ddp, ddp.ringdp_features[ReducedParameters].watched)
+
+    def renumbered(self, ddp: FeaturedDDP, renamed: Mapping[str, str]) -> None:
+        self.reducer_made(ddp)
 
 
 def of_all_wrappers() -> list[ReducedGradients]:

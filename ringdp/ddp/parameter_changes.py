@@ -7,7 +7,7 @@ compare the changes before the buckets are laid out anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from ringdp import refusals
 from ringdp.compression.parameters import ModelParameter, model_parameters, never_reduced
 from ringdp.compression.tensor_parts import Held, held
 from ringdp.ddp import elastic as repair
-from ringdp.ddp.compression.mixin import CompressedModule
+from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.mixed_precision import in_backward
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.module_state import refuse_unusable
 from ringdp.ddp.optimizer_in_backward import has_optimizers
-from ringdp.ddp.overflow import ReducedGradients
 from ringdp.ddp.refusal import COMPARING_MODELS
-from ringdp.ddp.unaveraged import optimizers
+from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, RingError
 from ringdp.hooks.names import remember_names
 from ringdp.job.agreement import difference, report_refusal
@@ -106,28 +106,35 @@ class ParameterChanges:
         return "; ".join(parts)
 
 
-class ChangingModule(CompressedModule):
-    """The part of RingDP that follows changes of the module. Used by the thread that runs forward, between steps.
+class ReducedParameters(Feature):
+    """The parameters that the reducer of a RingDP averages; between two steps they follow the module's.
+
+    Args:
+        broadcast_new: new parameters become rank 0's.
 
     Attributes:
-        _snapshot: of the module, when its parameters were last laid out.
-        _broadcast_new: new parameters become rank 0's.
-        _never_reduced: parameters that the reducer does not have, such as integers, as they were then.
+        watched: as the reducer numbers them. Frozen ones too: they may be unfrozen later.
     """
 
-    module: Any
-    device: torch.device
-    logger: Any
-    parameters_to_ignore: Any
-    broadcast_bucket_size: int
-    _features: Callable[[], dict[str, str]]
-    _module_parameters: list[torch.nn.Parameter]
-    _reduced: ReducedGradients
-    _snapshot: Any  # ringdp._C.ModuleSnapshot
-    _broadcast_new: bool
-    _never_reduced: Sequence[ModelParameter] = ()
+    made_with_reducer = ("watched", "_never_reduced", "_snapshot")
+    watched: list[ModelParameter]
+    _never_reduced: Sequence[ModelParameter]  # that the reducer does not have, such as integers, as they were then
+    _snapshot: Any  # ringdp._C.ModuleSnapshot, when the parameters were last laid out
 
-    def _follow_parameters(self) -> None:
+    def __init__(self, *, broadcast_new: bool) -> None:
+        self._broadcast_new = broadcast_new
+
+    def before_reducer(self, ddp: FeaturedDDP) -> None:
+        self.watched = model_parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+        self._never_reduced = never_reduced(ddp.module, ignored=ddp.parameters_to_ignore)
+        remember_names([one.parameter for one in self.watched], [one.name for one in self.watched])
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        from ringdp import _C
+
+        self._snapshot = _C.ModuleSnapshot(ddp.module)
+
+    def before_forward(self, ddp: FeaturedDDP) -> None:
         """Where the module has changed since the buckets were laid out: compare the changes with all ranks, and lay out
         anew.
 
@@ -136,55 +143,33 @@ class ChangingModule(CompressedModule):
             InvalidStateError: an argument of this wrapper forbids such a change.
             InvalidArgumentError: a new parameter is on another kind of device.
         """
-        from ringdp import _C
-
-        if torch._C._current_graph_task_id() != -1:
+        if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync and self._snapshot.differs(ddp.module)):
+            return
+        if in_backward():
             return  # checkpointing repeats this forward inside its backward
-        self.reducer.prepare_for_forward()  # raises what the last step left; parameters frozen meanwhile come first
-        reduced, after = self._changes()
-        changes, others = self._with_never_reduced(reduced, after)
+        ddp.reducer.prepare_for_forward()  # raises what the last step left; parameters frozen meanwhile come first
+        reduced, after = self._changes(ddp)
+        changes, others = self._with_never_reduced(ddp, reduced, after)
         if changes:
-            self._agree_about(changes, reduced, after)
+            self._agree_about(ddp, changes, reduced, after)
         if reduced:
-            self._lay_out(reduced, after)
+            self._lay_out(ddp, reduced, after)
             _log.info("since the last forward %s: gradients are laid out anew", reduced)
         self._never_reduced = others
-        self._note_what_is_not_plain()  # type: ignore[attr-defined]
-        self._assign_modules_buffers()  # type: ignore[attr-defined]
-        self._passing_sync_batchnorm_handle(self.module)  # type: ignore[attr-defined]
-        self._snapshot = _C.ModuleSnapshot(self.module)
+        for feature in ddp.ringdp_features:
+            feature.module_changed(ddp)
+        synchronise_on_cpu(ddp.module)
+        self.reducer_made(ddp)
 
-    def _changes(self) -> tuple[ParameterChanges, list[ModelParameter]]:
-        """The changes since the buckets were laid out, and the present parameters."""
-        after = model_parameters(self.module, ignored=self.parameters_to_ignore)
-        after = without_results(self._watched, after)
-        found = self.reducer.find([one.parameter for one in after])
-        return ParameterChanges.between(self._watched, after, found), after
-
-    def _with_never_reduced(
-        self, reduced: ParameterChanges, after: Sequence[ModelParameter]
-    ) -> tuple[ParameterChanges, Sequence[ModelParameter]]:
-        """The changes with those of parameters that the reducer does not have, and which of these are there now."""
-        others = never_reduced(self.module, ignored=self.parameters_to_ignore)
-        if not others and not self._never_reduced:
-            return reduced, others
-        before = [*self._watched, *self._never_reduced]
-        position = {id(one.parameter): index for index, one in enumerate(self._never_reduced, len(self._watched))}
-        found = [
-            *self.reducer.find([one.parameter for one in after]),
-            *(position.get(id(one.parameter), -1) for one in others),
-        ]
-        return ParameterChanges.between(before, [*after, *others], found), others
-
-    def _refuse_changes_of_this_forward(self) -> None:
+    def before_backward(self, ddp: FeaturedDDP) -> None:
         """Refuse parameters that forward itself replaced or added: their gradients would not be averaged.
 
         Raises:
             InvalidStateError: names the parameters.
         """
-        if torch._C._current_graph_task_id() != -1:
-            return  # as above
-        changes, _ = self._changes()
+        if not (ddp.require_backward_grad_sync and self._snapshot.differs(ddp.module)) or in_backward():
+            return
+        changes, _ = self._changes(ddp)
         if any(one.parameter.requires_grad for one in changes.new):
             raise InvalidStateError(
                 f"while forward ran {changes}: such gradients would not be averaged over the ranks. Change parameters"
@@ -192,28 +177,50 @@ class ChangingModule(CompressedModule):
                 name=changes.first_name,
             )
 
+    def _changes(self, ddp: FeaturedDDP) -> tuple[ParameterChanges, list[ModelParameter]]:
+        """The changes since the buckets were laid out, and the present parameters."""
+        after = model_parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+        after = without_results(self.watched, after)
+        found = ddp.reducer.find([one.parameter for one in after])
+        return ParameterChanges.between(self.watched, after, found), after
+
+    def _with_never_reduced(
+        self, ddp: FeaturedDDP, reduced: ParameterChanges, after: Sequence[ModelParameter]
+    ) -> tuple[ParameterChanges, Sequence[ModelParameter]]:
+        """The changes with those of parameters that the reducer does not have, and which of these are there now."""
+        others = never_reduced(ddp.module, ignored=ddp.parameters_to_ignore)
+        if not others and not self._never_reduced:
+            return reduced, others
+        before = [*self.watched, *self._never_reduced]
+        position = {id(one.parameter): index for index, one in enumerate(self._never_reduced, len(self.watched))}
+        found = [
+            *ddp.reducer.find([one.parameter for one in after]),
+            *(position.get(id(one.parameter), -1) for one in others),
+        ]
+        return ParameterChanges.between(before, [*after, *others], found), others
+
     def _agree_about(
-        self, changes: ParameterChanges, reduced: ParameterChanges, after: Sequence[ModelParameter]
+        self, ddp: FeaturedDDP, changes: ParameterChanges, reduced: ParameterChanges, after: Sequence[ModelParameter]
     ) -> None:
         """Compare the changes with all ranks, and give new parameters the same values on all.
 
         Args:
             reduced: those of the changes that the reducer has to follow.
         """
+        group = ddp.process_group
         try:
             if reduced:
-                self._refuse_to_follow(reduced)
-            check_devices(changes, after, self.device)
+                _refuse_to_follow(ddp, reduced)
+            check_devices(changes, after, ddp.device)
             refuse_unusable(_held(changes))
         except RingError as error:
-            report_refusal(error, self.process_group, self.device, changes.operation)
+            report_refusal(error, group, ddp.device, changes.operation)
             raise
-        group = self.process_group
         if group.size() == 1:
             return
 
         def compare() -> None:
-            agree(changes, self.module, group, self.device, ignored=self.parameters_to_ignore)
+            agree(changes, ddp.module, group, ddp.device, ignored=ddp.parameters_to_ignore)
 
         as_unit(group, "the comparison of changed parameters", compare)
         if not (self._broadcast_new and changes.new):
@@ -223,34 +230,35 @@ class ChangingModule(CompressedModule):
 
         def broadcast() -> None:
             with named(f"new parameters: {changes}"):
-                dist._broadcast_coalesced(group, new, self.broadcast_bucket_size, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(group, new, ddp.broadcast_bucket_size, 0)  # type: ignore[attr-defined]
 
         repair.broadcast_in_unit(group, "the broadcast of new parameters", new, broadcast)
 
-    def _lay_out(self, changes: ParameterChanges, after: list[ModelParameter]) -> None:
+    def _lay_out(self, ddp: FeaturedDDP, changes: ParameterChanges, after: list[ModelParameter]) -> None:
         """Give these parameters to the reducer and to all parts that number parameters as it does."""
-        carried = self._compression_to_carry()
+        for feature in ddp.ringdp_features:
+            feature.before_renumbering(ddp)
         parameters, names = [one.parameter for one in after], [one.name for one in after]
         remember_names(parameters, names)
-        self.reducer.replace_parameters(
+        ddp.reducer.replace_parameters(
             parameters, names, [one.describe_use() for one in after], [one.sparse for one in after]
         )
-        self._watched = after
-        optimizers.watch(self)
-        self._reduced = ReducedGradients(self)
-        named_now = self.module.named_parameters()
-        self._module_parameters = [one for name, one in named_now if name not in self.parameters_to_ignore]
-        self._carry_compression(carried, changes.renamed)
+        self.watched = after
+        named_now = ddp.module.named_parameters()
+        ddp._module_parameters = [one for name, one in named_now if name not in ddp.parameters_to_ignore]
+        for feature in ddp.ringdp_features:
+            feature.renumbered(ddp, changes.renamed)
         trainable = [one for one in after if one.parameter.requires_grad]
-        self.logger.set_parameters([one.parameter for one in trainable], [one.name for one in trainable])
+        ddp.logger.set_parameters([one.parameter for one in trainable], [one.name for one in trainable])
 
-    def _refuse_to_follow(self, changes: ParameterChanges) -> None:
-        given = has_optimizers(one.parameter for one in changes.new)
-        features = self._features() | {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
-        if text := refusals.found(features):
-            raise InvalidStateError(
-                f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name
-            )
+
+def _refuse_to_follow(ddp: FeaturedDDP, changes: ParameterChanges) -> None:
+    given = has_optimizers(one.parameter for one in changes.new)
+    others = {"other parameters": ""} | ({"optimizer in backward": ""} if given else {})
+    if text := refusals.found(ddp.ringdp_features.in_use(ddp) | others):
+        raise InvalidStateError(
+            f"since the last forward {changes}, which RingDP cannot follow: {text}", name=changes.first_name
+        )
 
 
 def _held(changes: ParameterChanges, ranks: Collection[int] = ()) -> list[Held]:

@@ -1,4 +1,5 @@
-"""An error of a wrapper's constructor on one rank is raised on the others too, where they compare their models."""
+"""What RingDP refuses: an error of its constructor on one rank is raised on the others too, where they compare their
+models; and where its forward cannot run."""
 
 from __future__ import annotations
 
@@ -51,3 +52,26 @@ def _report_from_wrapper(error: Exception, arguments: dict[str, Any]) -> None:
     if isinstance(group, dist.ProcessGroup) and arguments.get("init_sync", True):
         device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         report_refusal(error, group, device, COMPARING_MODELS)
+
+
+def refuse_capture(device_type: str) -> None:
+    """Raise InvalidStateError in a forward that a CUDA graph captures."""
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InvalidStateError(
+            "RingDP's forward cannot be captured in a CUDA graph: its reducer decides on the host in every step."
+            " Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
+        )
+
+
+def refuse_distributed_autograd() -> None:
+    """Raise InvalidStateError in a context of torch.distributed.rpc."""
+    if not dist.rpc.is_available() or not dist.rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return
+    try:
+        dist.autograd._current_context()  # type: ignore[attr-defined]
+    except RuntimeError:  # there is none
+        return
+    raise InvalidStateError(
+        "RingDP does not average the gradients that distributed autograd (torch.distributed.rpc) keeps in its "
+        "context: use DistributedDataParallel for this module"
+    )

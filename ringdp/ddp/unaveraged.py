@@ -16,6 +16,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringdp.compression.parameters import clean_name
+from ringdp.ddp.divergence.options import ReplicaGuard
+from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.ddp.parameter_changes import ReducedParameters
 from ringdp.text import count
 
 _log = logging.getLogger("ringdp.parallel")
@@ -61,7 +64,8 @@ class OptimizerWatch:
             if closure is not None:
                 wrapper.reducer.end_closure()
             if wrapper.reducer.has_unaveraged():
-                look(wrapper, optimizer, [other for other in owners if other is not wrapper])
+                others = [other for other in owners if other is not wrapper]
+                wrapper.ringdp_features[Unaveraged].look(wrapper, optimizer, others)
 
     def _owners_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         groups = optimizer.param_groups
@@ -77,47 +81,59 @@ class OptimizerWatch:
 optimizers = OptimizerWatch()
 
 
-def look(wrapper: Any, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
-    """Called when `optimizer` has stepped and some gradient of the wrapper was not averaged, unless by one of
-    `others`."""
-    if wrapper.process_group.size() == 1 or wrapper._guard_options.every == 0:
-        return
-    if wrapper._warned_unaveraged and not wrapper._guard_counts_local_steps:
-        return
-    mine = _ids(optimizer)
-    for other in others:
-        mine -= {id(one) for one in other.module.parameters()} - {id(one[1]) for one in _left_over(other)}
-    applied = [one for one in _left_over(wrapper) if id(one[1]) in mine]
-    if not applied:
-        return
-    wrapper._stepped_alone()
-    # The program may have averaged them itself: then it has written to them, and sent about as many bytes.
-    _, nbytes, sent = wrapper.reducer.unaveraged()
-    by_hand = 4 * sent >= nbytes or sent < 0
-    skipped = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
-    if not skipped or wrapper._warned_unaveraged:
-        return
-    wrapper._warned_unaveraged = True
-    causes = [
-        _listed([name for name, _, under_no_sync, _ in skipped if under_no_sync], _UNDER_NO_SYNC),
-        _listed([name for name, _, under_no_sync, _ in skipped if not under_no_sync], _PAST_THE_WRAPPER),
-    ]
-    _log.warning(
-        "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"
-        " drift apart: %s. Logged once; guard=0 turns it off.",
-        wrapper.process_group.rank(),
-        type(optimizer).__name__,
-        type(wrapper.module).__name__,
-        "; and ".join(cause for cause in causes if cause),
-    )
+class Unaveraged(Feature):
+    """Warns once of one RingDP."""
+
+    _warned = False
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        optimizers.watch(ddp)
+
+    def renumbered(self, ddp: FeaturedDDP, renamed: Mapping[str, str]) -> None:
+        optimizers.watch(ddp)
+
+    def look(self, ddp: FeaturedDDP, optimizer: torch.optim.Optimizer, others: Sequence[FeaturedDDP]) -> None:
+        """Called when `optimizer` has stepped and some gradient of the wrapper was not averaged, unless by one of
+        `others`."""
+        guard = ddp.ringdp_features[ReplicaGuard]
+        if ddp.process_group.size() == 1 or guard.is_off:
+            return
+        if self._warned and not guard.counts_local_steps:
+            return
+        mine = _ids(optimizer)
+        for other in others:
+            mine -= {id(one) for one in other.module.parameters()} - {id(one[1]) for one in _left_over(other)}
+        applied = [one for one in _left_over(ddp) if id(one[1]) in mine]
+        if not applied:
+            return
+        guard.stepped_alone(ddp)
+        # The program may have averaged them itself: then it has written to them, and sent about as many bytes.
+        _, nbytes, sent = ddp.reducer.unaveraged()
+        by_hand = 4 * sent >= nbytes or sent < 0
+        skipped = [one for one in applied if not (one[3] and by_hand) and not _is_zero(one[1].grad)]
+        if not skipped or self._warned:
+            return
+        self._warned = True
+        causes = [
+            _listed([name for name, _, under_no_sync, _ in skipped if under_no_sync], _UNDER_NO_SYNC),
+            _listed([name for name, _, under_no_sync, _ in skipped if not under_no_sync], _PAST_THE_WRAPPER),
+        ]
+        _log.warning(
+            "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"
+            " drift apart: %s. Logged once; guard=0 turns it off.",
+            ddp.process_group.rank(),
+            type(optimizer).__name__,
+            type(ddp.module).__name__,
+            "; and ".join(cause for cause in causes if cause),
+        )
 
 
-def _left_over(wrapper: Any) -> list[tuple[str, torch.nn.Parameter, bool, bool]]:
+def _left_over(ddp: FeaturedDDP) -> list[tuple[str, torch.nn.Parameter, bool, bool]]:
     """Name, parameter, whether under ``no_sync``, and whether its gradient was written since."""
-    now = {clean_name(name): one for name, one in wrapper.module.named_parameters(remove_duplicate=False)}
+    now = {clean_name(name): one for name, one in ddp.module.named_parameters(remove_duplicate=False)}
     found = []
-    for index, under_no_sync, changed in wrapper.reducer.unaveraged()[0]:
-        name = wrapper._watched[index].name
+    for index, under_no_sync, changed in ddp.reducer.unaveraged()[0]:
+        name = ddp.ringdp_features[ReducedParameters].watched[index].name
         parameter = now.get(name)
         if parameter is not None and parameter.grad is not None:
             found.append((name, parameter, under_no_sync, changed))

@@ -2,81 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ringdp import config, refusals, values
-from ringdp.compression.parameters import model_parameters, never_reduced
-from ringdp.compression.rules import Rules
+from ringdp import config, refusals
 from ringdp.config import report_every
-from ringdp.ddp import elastic as repair
 from ringdp.ddp import in_use
-from ringdp.ddp import reproducible as rank_order
 from ringdp.ddp.arguments import (
     accepted,
     bucket_caps,
     default_cap_mb,
     for_torch,
     growing_caps,
+    line_mesh,
     reduction_dtype,
     shows_all_arguments,
 )
 from ringdp.ddp.batch_weight import BatchWeight
-from ringdp.ddp.divergence.guard import AttachedGuard, SameData
-from ringdp.ddp.divergence.options import Guard, GuardedModule
+from ringdp.ddp.comm_hooks import CommHooks
+from ringdp.ddp.compression.choice import GradientCompression
+from ringdp.ddp.divergence.options import Guard, ReplicaGuard
 from ringdp.ddp.dtensors import ShardedParameters
-from ringdp.ddp.exit_report import report_at_exit
+from ringdp.ddp.elastic import Elastic
+from ringdp.ddp.features import Features
 from ringdp.ddp.finalization import AutomaticFinalization
 from ringdp.ddp.gradient_memory import allowed_pool, on_cpu
+from ringdp.ddp.listeners import Listeners
 from ringdp.ddp.logging_data import ReducerLog
-from ringdp.ddp.loss_scale import LossScale
-from ringdp.ddp.mixed_precision import compute_in_low_precision, in_backward, reduction_hook, sends_as
+from ringdp.ddp.mixed_precision import MixedPrecision, in_backward
 from ringdp.ddp.model_check import check_same_model
 from ringdp.ddp.module_state import SentState
-from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_hook
-from ringdp.ddp.overflow import ReducedGradients
-from ringdp.ddp.parameter_changes import ChangingModule
-from ringdp.ddp.reduction_stats import Stats
-from ringdp.ddp.refusal import COMPARING_MODELS, report_refusals
+from ringdp.ddp.overflow import Overflows
+from ringdp.ddp.own_methods import OwnMethods
+from ringdp.ddp.parameter_changes import ReducedParameters
+from ringdp.ddp.refusal import COMPARING_MODELS, refuse_capture, refuse_distributed_autograd, report_refusals
+from ringdp.ddp.reproducible import Reproducible
+from ringdp.ddp.step_report import StepReport
 from ringdp.ddp.sync_batch_norm import synchronise_on_cpu
-from ringdp.ddp.unaveraged import optimizers
+from ringdp.ddp.unaveraged import Unaveraged
 from ringdp.ddp.uneven_inputs import UnevenInputs
-from ringdp.diagnosis.monitor import StepMonitor
-from ringdp.diagnosis.window import REPORT_FORM
 from ringdp.errors import InvalidStateError
-from ringdp.hooks.names import remember_names
-from ringdp.hooks.signature import what_is_wrong_with
 from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ringdp import _C
     from ringdp.compression import Compression, CompressorLike
     from ringdp.ddp.arguments import DDPArguments
-    from ringdp.diagnosis.report import Report
 
 _log = logging.getLogger("ringdp.parallel")
 
 
-class RingDP(
-    UnevenInputs,
-    GuardedModule,
-    AutomaticFinalization,
-    ChangingModule,
-    SentState,
-    DistributedDataParallel,
-):
+class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
     """Data parallelism: every rank holds the module, gradients are averaged during backward.
 
     A drop-in for torch's DistributedDataParallel, which it is a subclass of. What differs:
@@ -135,9 +121,6 @@ class RingDP(
         RuntimeError, ValueError: as DistributedDataParallel.
     """
 
-    reducer: _C.Reducer  # type: ignore[assignment]  # torch's own class, for type checkers
-    logger: ReducerLog
-
     @shows_all_arguments
     @report_refusals
     def __init__(
@@ -171,10 +154,9 @@ class RingDP(
         # Plain attributes before Module.__init__ are fine; DistributedDataParallel calls the methods that read them.
         self._find_unused = None if find_unused_parameters is None else bool(find_unused_parameters)
         listed, self._caps_bytes = bucket_caps(arguments)
-        self._compare_models = self._broadcast_new = bool(init_sync)
+        self._compare_models = bool(init_sync)
         # As torch's: broadcast_buffers=False leaves them alone here, too.
         self._init_sync_buffers = arguments.get("forward_sync_buffers") is not None or broadcast_buffers is not False
-        self._precision = arguments.get("mixed_precision")
         as_view = arguments.get("gradient_as_bucket_view")
         if arguments.get("lazy_bucket_allocation"):
             warnings.warn(
@@ -182,23 +164,26 @@ class RingDP(
                 " long as the gradients do",
                 stacklevel=4,
             )
-        self._before_forward: list[Callable[[], None]] = []
-        self._warned_unaveraged = False  # a step of an optimizer applied gradients that were not averaged
-        self._repaired = False  # steps are made again after the loss of a rank
-        self._repeated_after = -1
-        self._users_hook = ""  # the name of the registered communication hook
-        self._sharded: ShardedParameters | None = None
-        chosen = Rules(compression)
-        self._chosen = chosen if chosen.compressor is not None or chosen.pairs else None
-        self._compression = None
-        self._loss_scale = None if scaler is None else LossScale(scaler)
         self._reduce_dtype = reduction_dtype(reduce_dtype)
-        self._weight = BatchWeight.checked(weight)
         self._gradient_pool = allowed_pool(gradient_pool)
-        self._guard_options = Guard.checked(guard, module)
-        self._reproducible = values.flag("RingDP", "reproducible", reproducible)
+        self.ringdp_features = Features(
+            Elastic(),
+            Reproducible(reproducible),
+            in_use.OfTorch(),
+            StepReport(),
+            ReducedParameters(broadcast_new=bool(init_sync)),
+            SentState(),
+            ShardedParameters(),
+            Overflows(),
+            ReplicaGuard(Guard.checked(guard, module), starts_alike=bool(init_sync)),
+            Listeners(),
+            Unaveraged(),
+            MixedPrecision(arguments.get("mixed_precision")),
+            GradientCompression(compression, scaler),
+            BatchWeight(weight),
+        )
         passed_on = for_torch(arguments) | {"init_sync": False}  # _build_params_for_reducer does it
-        mesh = _line_mesh(passed_on)
+        mesh = line_mesh(passed_on)
         try:
             super().__init__(
                 module,
@@ -209,24 +194,19 @@ class RingDP(
                 **passed_on,
             )
         except BaseException:
-            if self._sharded is not None:
-                self._sharded.put_back()
+            self.ringdp_features[ShardedParameters].put_back()
             raise
         if mesh is not None:
             self.device_mesh = mesh
-        if self._precision is not None:
-            self.mixed_precision = self._precision
-            compute_in_low_precision(self)
+        self.ringdp_features[MixedPrecision].start(self)
 
     # Called by torch's constructor and __setstate__.
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        self._sharded = ShardedParameters.of(self.module, self.process_group)
-        if self._sharded is not None:
-            self._sharded.take_out()  # until _ddp_init_helper has made the reducer
-        self._repaired = repair.steps_are_repaired(self)
-        refusals.check(self._features())
-        self._refuse_unusable()
+        sent = self.ringdp_features[SentState]
+        self.ringdp_features[ShardedParameters].take_out(self)  # until _ddp_init_helper has made the reducer
+        refusals.check(self.ringdp_features.in_use(self))
+        sent.refuse_unusable(self)
         compares = self.__dict__.pop("_compare_models", False)
         if compares:
             with named(COMPARING_MODELS):
@@ -235,53 +215,18 @@ class RingDP(
                     self.process_group,
                     self.device,
                     ignored=self.parameters_to_ignore,
-                    compression=self._describe_choice,
+                    compression=self.ringdp_features[GradientCompression].chosen,
                     kind=kind_of(self.device),
-                    settings=self._settings_to_agree_on(),
+                    settings=self.ringdp_features.settings(),
                 )
-                self._devices = Placement.of(kinds, self.process_group, self.device)
-                self._devices.log_mixed(self.process_group.rank())
+                self.placement = Placement.of(kinds, self.process_group, self.device)
+                self.placement.log_mixed(self.process_group.rank())
         built = super()._build_params_for_reducer()
-        self._note_what_is_not_plain()
+        sent.note_what_is_not_plain(self)
         if compares:
-            self._buffers_are_alike()
-            self._send_state(0, buffers=self._init_sync_buffers)
+            sent.buffers_are_alike()
+            sent.send(self, 0, buffers=self._init_sync_buffers)
         return built
-
-    def _features(self) -> dict[str, str]:
-        """Those of `refusals.FEATURES` that the module and the arguments bring along."""
-        found = {
-            "elastic": self._repaired,
-            "reproducible": self._reproducible,
-            "mixed_precision": self._precision is not None,
-            "low precision": self._precision is not None and sends_as(self._precision) is not None,
-            "weight": self._weight is not None,
-            "dtensor": self._sharded is not None,
-            "optimizer in backward": has_optimizers(self._module_parameters),
-            "skip unused": self.skip_all_reduce_unused_params,
-            "delayed all-reduce": bool(self._delay_all_reduce_params),
-            "guard": bool(self._guard_options.every),
-            "compiled backward": bool(self._use_python_reducer),
-            "compression": self._compression is not None and any(self._compression.compressors),
-        }
-        features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
-        if self._users_hook:
-            features["any hook"] = self._users_hook
-        return features | in_use.of_module(self.module)
-
-    def _settings_to_agree_on(self) -> dict[str, str]:
-        """By the name of the argument, as far as it is not the default."""
-        settings = {} if self._weight is None else {"weight": self._weight.mode}
-        if self._guard_options != Guard():
-            settings["guard"] = str(self._guard_options)
-        if report_every():  # without it, builds of other releases can train together
-            about = f"every {report_every()} steps, form {REPORT_FORM}"
-            settings["step report"] = f"{about} (RINGDP_REPORT_EVERY=0 on all ranks turns it off)"
-        if self._reproducible:
-            settings["reproducible"] = "True"
-        if config.elastic():
-            settings["elastic"] = "True (RINGDP_ELASTIC)"
-        return settings
 
     def _ddp_init_helper(
         self,
@@ -292,22 +237,19 @@ class RingDP(
     ) -> None:
         from ringdp import _C
 
-        # Frozen ones too: they may be unfrozen later.
-        watched = model_parameters(self.module, ignored=self.parameters_to_ignore)
-        names = [one.name for one in watched]
-        remember_names([one.parameter for one in watched], names)
         backend = backend_of(self.process_group, self.device_type)
         connect_log()
-        if self._reproducible:
-            rank_order.add_in_rank_order(self.process_group, self.device_type)
-        if "_devices" not in self.__dict__:
-            self._devices = Placement.alike(self.process_group, self.device)
+        for feature in self.ringdp_features:
+            feature.before_reducer(self)
+        watched = self.ringdp_features[ReducedParameters].watched
+        if "placement" not in self.__dict__:
+            self.placement = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
-            over_ring = backend_of(self.process_group, self.device_type) == BACKEND and self._chosen is None
+            over_ring = backend == BACKEND and self.ringdp_features[GradientCompression].chosen is None
             self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
         self.reducer = _C.Reducer(
             [one.parameter for one in watched],
-            names,
+            [one.name for one in watched],
             [one.describe_use() for one in watched],
             [one.sparse for one in watched],
             self.process_group,
@@ -316,37 +258,20 @@ class RingDP(
             average=has_average(self.process_group, self.device_type),
             own_gradients=not self.gradient_as_bucket_view,
             skip_unused=self.skip_all_reduce_unused_params,
-            names_compared=backend == "ring",
-            graph_shows_unused=self._sharded is None,
+            names_compared=backend == BACKEND,
+            graph_shows_unused=not self.ringdp_features[ShardedParameters].found,
             reduce_dtype=self._reduce_dtype,
-            host_control=self._devices.host_control,
-            weighted=self._weight is not None,
+            host_control=self.placement.host_control,
+            weighted=self.ringdp_features[BatchWeight].mode is not None,
             gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
             report_every=report_every(),
             alone=config.reduce_alone(),
         )
-        self._monitor = StepMonitor(self.reducer, self.process_group)
-        report_at_exit()
-        self._watched = watched
-        self._never_reduced = never_reduced(self.module, ignored=self.parameters_to_ignore)
-        self._reduced = ReducedGradients(self)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
-        if self._sharded is not None:
-            self._sharded.watch(self.reducer, parameters, weighted=self._weight is not None)
-            self._sharded.put_back()
-        self._snapshot = _C.ModuleSnapshot(self.module)
-        self._guard = self._guard_options.guard(self, starts_alike=self._broadcast_new)
-        self._monitor.attached = self._guard if isinstance(self._guard, AttachedGuard) else None
-        self._monitor.gradients = None if self._guard_options.every == 0 else SameData()
-        optimizers.watch(self)
-        if self._precision is not None:
-            hook = reduction_hook(self, self._precision)
-            if hook is not None:
-                self.reducer.register_comm_hook(None, hook)
-        self._compression = None
-        if (chosen := self._chosen) is not None:
-            self._attach_compression(lambda: chosen)
+        self.ringdp_features[ShardedParameters].put_back()
+        for feature in self.ringdp_features:
+            feature.reducer_made(self)
         trainable = [one.name for one in watched if one.parameter.requires_grad]
         self.logger = ReducerLog(self, parameters, trainable, bucket_cap_bytes=self._caps_bytes[-1])
         self.logger.set_construction_data_and_log(
@@ -361,57 +286,25 @@ class RingDP(
         _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.bucket_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Made anew with the reducer.
-        none = dict.fromkeys(("_sharded", "_reduced", "_compression", "_snapshot", "_guard", "_monitor"))
-        lists: dict[str, Any] = {
-            "_watched": [],
-            "_never_reduced": (),
-            "_never_averaged": (),
-            "_plain_buffers": (),
-            "_before_forward": [],
-        }
-        state = super().__getstate__() | none | lists | {"_repeated_after": -1}
-        state.pop("_devices", None)  # of other ranks, maybe
+        state = super().__getstate__()
+        state.pop("placement", None)  # of other ranks, maybe
         return state
 
     # A step. torch.compile over RingDP compiles the module and leaves out what is done around it.
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InvalidStateError(
-                "RingDP's forward cannot be captured in a CUDA graph: its reducer decides on the host in every step."
-                " Capture parts of the module (torch.cuda.make_graphed_callables) and leave RingDP outside."
-            )
+        refuse_capture(self.device_type)
         if in_backward():
             self.reducer.called_in_backward()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._snapshot.differs(self.module):
-            self._follow_parameters()
-        if self._never_averaged and torch.is_grad_enabled():
-            self._refuse_unfrozen()
-        if self._sharded is not None:
-            self._sharded.before_forward()
-        if self._compression is not None:
-            joining = bool(self._join_config.enable)
-            self._compression.before_forward(self.require_backward_grad_sync, joining=joining)
-            if self._loss_scale is not None:
-                self._loss_scale.prefetch()
+        for feature in self.ringdp_features:
+            feature.before_forward(self)
         prepared = super()._pre_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and not self._join_config.enable:
-            self._between_steps()
-        self._announce_weight(inputs, kwargs)
+        if torch.is_grad_enabled() and not self._join_config.enable and not in_backward():  # of checkpointing
+            for feature in self.ringdp_features:
+                feature.between_steps(self)
+        self.ringdp_features[BatchWeight].announce(self, inputs, kwargs)
         return prepared
-
-    def _between_steps(self) -> None:
-        """Run the parts that look at every step, where all ranks have the same buffers, before the module's own
-        operations."""
-        if in_backward():
-            return  # checkpointing repeats a forward
-        self._monitor.before_forward()
-        if self._guard is not None:
-            self._guard.look()
-        for listener in [] if self._has_joined else list(self._before_forward):
-            listener()
 
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _post_forward(self, output: Any) -> Any:
@@ -421,12 +314,8 @@ class RingDP(
             self._sync_buffers()
         sync = self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            if self._sharded is not None:
-                self._sharded.before_backward()
-            if self._compression is not None and self._loss_scale is not None and sync:
-                self._compression.set_loss_scale(self._loss_scale.read())
-            if sync and self._snapshot.differs(self.module):
-                self._refuse_changes_of_this_forward()
+            for feature in self.ringdp_features:
+                feature.before_backward(self)
             outputs = [output] if isinstance(output, torch.Tensor) else list(_find_tensors(output))
             self.reducer.prepare_for_backward(outputs, sync, self.module.training)
         self.require_forward_param_sync = sync and torch.is_grad_enabled()
@@ -437,89 +326,23 @@ class RingDP(
         """torch's refuses the layers on the CPU."""
         synchronise_on_cpu(module)
 
-    def _repeat_batch(self) -> None:
-        """Treat the forwards up to the next backward that synchronises as those of the batch whose forward failed. Its
-        buffers and weight are not sent again.
-        """
-        self._repeated_after = self.reducer.steps()
-        self.reducer.repeat_batch()
+    # The buffers that each forward sends.
+
+    def _assign_modules_buffers(self) -> None:
+        super()._assign_modules_buffers()
+        self.modules_buffers = self.ringdp_features[SentState].buffers_to_send(self)
 
     def _sync_buffers(self) -> None:
-        if 0 <= self._repeated_after == self.reducer.steps():
+        if self.ringdp_features[SentState].is_repeating(self):
             return
         if self.process_group.size() > 1 or hasattr(self, "buffer_hook") or self._join_config.enable:
             super()._sync_buffers()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.nn.Module.zero_grad`; with ``set_to_none=False`` whole buckets are zeroed at once."""
-        if set_to_none or self._sharded is not None:
-            super().zero_grad(set_to_none=set_to_none)
-            return
-        self.reducer.zero_gradients()
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and (name in self.parameters_to_ignore or not parameter.requires_grad):
-                parameter.grad.detach_().zero_()
-
-    def stats(self) -> Stats:
-        """The costs of reducing gradients; keeping them costs two clock readings per step."""
-        return Stats(**self.reducer.stats())
-
-    def report(self) -> Report:
-        """Where the time of the last steps went, on all ranks, the largest cost, and a remedy. Prints as tables.
-
-        The ranks exchange their times after 10 steps and then every 20 (RINGDP_REPORT_EVERY), beside the training; this
-        is their last exchange, and does not communicate. Rank 0 logs the verdict when communication costs a fifth of a
-        step.
-        """
-        return self._monitor.report()
-
-    # Communication hooks.
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce each bucket; torch's hooks work unchanged.
-
-        The bucket holds this rank's gradients, not divided. `ringdp.hooks.parameter_names` names them. May be called
-        once, before the first backward.
-
-        Raises:
-            TypeError, ValueError: not a hook, as by DistributedDataParallel.
-            RuntimeError: there is one already.
-        """
-        self._check_comm_hook(hook)
-        refusals.check(self._features() | in_use.of_hook(hook, state, self.process_group))
-        self._take_hook(state, hook)
-        self._users_hook = hook.__qualname__
-
-    def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self.reducer.register_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)
-        self._comm_hooks.append((hook, state))
-        self._guard_beside(hook)
-
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        """torch's check, which would refuse annotations that are text (``from __future__ import annotations``)."""
-        wrong = what_is_wrong_with(hook)
-        if wrong is not None:
-            self._log_and_throw(*wrong)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        self.reducer.register_builtin_comm_hook(comm_hook_type)
-        self.logger._set_comm_hook_name(str(comm_hook_type))
-
-    def register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """Reduce by torch's ``ALLREDUCE`` or ``FP16_COMPRESS`` hook, without Python in backward."""
-        self._register_builtin_comm_hook(comm_hook_type)
-
-    def _attach_compression(self, asked: Callable[[], Rules]) -> Rules:
-        def possible() -> Rules:
-            rules = asked()
-            refusals.check(self._features() | in_use.of_rules(rules))
-            return rules
-
-        attached = super()._attach_compression(possible)
-        if self._compression is not None and self._compression.auto is not None:
-            refusals.check(self._features() | {"choosing": ""})
-        return attached
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        send = functools.partial(super()._distributed_broadcast_coalesced, tensors, buffer_size, authoritative_rank)
+        self.ringdp_features[SentState].broadcast(self, tensors, send)
 
     # The rest of torch's methods that use the reducer's type.
 
@@ -527,31 +350,18 @@ class RingDP(
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if not dist.distributed_c10d._rank_not_in_group(new_process_group):
-            if self._reproducible:
-                rank_order.add_in_rank_order(new_process_group, self.device_type)
+            for feature in self.ringdp_features:
+                feature.group_replaced(self, new_process_group)
             self.process_group = new_process_group
-            if self._guard is not None:
-                self._guard.start_again()
-            self._monitor.group_replaced(new_process_group)
             self.reducer._update_process_group(
                 new_process_group,
                 average=has_average(new_process_group, self.device_type),
-                names_compared=backend_of(new_process_group, self.device_type) == "ring",
+                names_compared=backend_of(new_process_group, self.device_type) == BACKEND,
             )
 
     def _lazy_init(self) -> None:
-        if _in_distributed_autograd():
-            raise InvalidStateError(
-                "RingDP does not average the gradients that distributed autograd (torch.distributed.rpc) keeps in its "
-                "context: use DistributedDataParallel for this module"
-            )
+        refuse_distributed_autograd()
         super()._lazy_init()
-
-    def _setup_in_backward_optimizers(self) -> None:
-        if has_optimizers(self._module_parameters):
-            refusals.check(self._features())  # optimizers may be given after wrapping
-            self._take_hook(None, stepping_hook(self))
-            self.reducer._set_optimizer_in_backward()
 
     def _register_delay_all_reduce_hook(
         self, bucket_cap_mb: int, param_to_hook_all_reduce: torch.Tensor, device_ids: Any
@@ -572,33 +382,3 @@ class RingDP(
         if sample_rate < 1:
             self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger.set_sample_rate(sample_rate)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `torch.nn.Module.load_state_dict`; keys without the prefix ``module.`` are taken as the module's own."""
-        own = self.state_dict().keys()
-        if not any(key in own for key in state_dict) and any(f"module.{key}" in own for key in state_dict):
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _in_distributed_autograd() -> bool:
-    if not dist.rpc.is_available() or not dist.rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
-        return False
-    try:
-        dist.autograd._current_context()  # type: ignore[attr-defined]
-    except RuntimeError:  # there is none
-        return False
-    return True
-
-
-def _line_mesh(arguments: dict[str, Any]) -> Any:
-    """The one-dimensional mesh among torch's arguments, in whose place stands its group from now on.
-
-    With a slice of a mesh torch's constructor would make plain attributes of the module's DTensors.
-    """
-    mesh = arguments.get("device_mesh")
-    if mesh is None or mesh.ndim != 1 or arguments.get("process_group") is not None:
-        return None  # torch says what is wrong
-    del arguments["device_mesh"]
-    arguments["process_group"] = mesh.get_group(mesh_dim=0)
-    return mesh

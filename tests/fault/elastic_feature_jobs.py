@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 import ringdp
-from ringdp.ddp.divergence import guard
+from ringdp.ddp.divergence import guard, options
 from tests.fault.elastic_jobs import Net, Told, one_step, telling
 from tests.fault.faults import Faults
 
@@ -37,7 +37,7 @@ def reports(folder: str, faults: Faults, more: int) -> dict[str, Any]:
             step(number)
         told["after"] = len(model.report().ranks)
         told["steps"] = model.report().step
-        told["guarded"] = model._guard is not None
+        told["guarded"] = model.ringdp_features[options.ReplicaGuard].guard is not None
         if ringdp.rank() == 1:
             with torch.no_grad():
                 model.module.last.bias += 1.0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ringdp
+from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import default_group, run_ranks
 
@@ -61,7 +62,7 @@ def remembered(place: str, compression: str) -> dict[str, Any]:
         "gradients": gradients,
         "residuals": {name: entry.get("residual") for name, entry in state.items()},
         "finite": model.reducer.finite(),
-        "in_core": all(model._compression.in_core(i) for i in range(2)),  # type: ignore[union-attr]
+        "in_core": all(model.ringdp_features[GradientCompression].attached("test").in_core(i) for i in range(2)),
     }
 
 

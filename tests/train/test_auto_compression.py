@@ -17,6 +17,7 @@ from torch import nn
 
 from ringdp import Compression
 from ringdp.compression import Auto
+from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.hooks import ddp_hook
@@ -82,7 +83,7 @@ def in_a_host_it_is_exact_to_the_bit() -> None:
 
 def force(model: RingDP, level: str) -> None:
     """Whatever the tuner says: from the next forward on all buckets that it could choose for get that level."""
-    auto = model._compression.auto  # type: ignore[union-attr]
+    auto = model.ringdp_features[GradientCompression].attached("test").auto
     assert auto is not None
 
     def before_forward() -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringdp import Compression
 from ringdp.compression import EF21, Int8, load
+from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import MismatchError
 from ringdp.hooks import ddp_hook
@@ -48,8 +49,7 @@ def trained(compressor: Any, in_core: bool | None = None) -> list[str]:
     model = RingDP(training.wide(), compression=compressor, bucket_cap_mb=0.004)
     digests = training.train(model, range(5))
     if in_core is not None:
-        assert model._compression is not None
-        assert model._compression.in_core(0) is in_core
+        assert model.ringdp_features[GradientCompression].attached("test").in_core(0) is in_core
     return digests
 
 
@@ -165,10 +165,9 @@ def beside_kernels(path: str) -> None:
         rules = [("3.weight", Int8(error_feedback=True))]
         model = RingDP(training.wide(), compression=Compression(load(path, error_feedback=True), rules))
         digests = training.train(model, range(4))
-        assert model._compression is not None
-        names = [one.name for one in model._compression.parameters]
-        assert model._compression.in_core(names.index("3.weight"))
-        assert model._compression.in_hook(names.index("0.weight"))
+        names = [one.name for one in model.ringdp_features[GradientCompression].attached("test").parameters]
+        assert model.ringdp_features[GradientCompression].attached("test").in_core(names.index("3.weight"))
+        assert model.ringdp_features[GradientCompression].attached("test").in_hook(names.index("0.weight"))
     assert same_everywhere(digests)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.algorithms.join import Join
 
-from ringdp.ddp.divergence.options import Guard
+from ringdp.ddp.divergence.options import Guard, ReplicaGuard
 from ringdp.errors import InvalidArgumentError, MismatchError
 from tests.helpers import logged
 from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks, same_everywhere
@@ -130,7 +130,7 @@ def sync_copies_from_the_majority() -> None:
 
 def replicas_can_be_compared_at_once() -> None:
     model = wrapped(mlp(), guard=0)
-    assert model._guard is None
+    assert model.ringdp_features[ReplicaGuard].guard is None
     model.check_replicas()
     if default_group().rank() == 2:
         flip(model.module[4].weight)
@@ -272,7 +272,7 @@ def training_as_it_should_be_is_not_disturbed(case: str) -> None:
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
-        assert model._guard._looks > 10
+        assert model.ringdp_features[ReplicaGuard].guard._looks > 10
         model.check_replicas()
     assert lines == []
 
@@ -290,14 +290,14 @@ def the_guard_rests_while_ranks_join_and_then_goes_on() -> None:
         for number in range(8):
             step(model, optimizer, number)
         for _ in range(2):
-            looks = model._guard._looks
+            looks = model.ringdp_features[ReplicaGuard].guard._looks
             with Join([model]):
                 for number in range(5 + 4 * default_group().rank()):
                     step(model, optimizer, number)
-            assert model._guard._looks in (0, looks)
+            assert model.ringdp_features[ReplicaGuard].guard._looks in (0, looks)
             for number in range(7):
                 step(model, optimizer, 50 + number)
-            assert model._guard._looks > 0
+            assert model.ringdp_features[ReplicaGuard].guard._looks > 0
         model.check_replicas()
     assert lines == []
     _, error = found(model, 4, on(0, 0, lambda: model.module[2].weight, 7), optimizer)
@@ -388,7 +388,7 @@ def a_copy_of_the_wrapper_has_its_own_guard() -> None:
     optimizer = torch.optim.SGD(again.parameters(), 0.1)
     for number in range(25):
         step(again, optimizer, number)
-    assert again._guard._looks == 24
+    assert again.ringdp_features[ReplicaGuard].guard._looks == 24
 
 
 def by_default_it_can_raise_and_can_be_left_out() -> None:
@@ -397,7 +397,7 @@ def by_default_it_can_raise_and_can_be_left_out() -> None:
     assert number <= 520
     assert isinstance(error, MismatchError)
     assert "parameter '2.weight' differs between rank 0 and rank 1" in str(error)
-    assert wrapped(mlp(), init_sync=False)._guard is None
+    assert wrapped(mlp(), init_sync=False).ringdp_features[ReplicaGuard].guard is None
 
 
 def a_hook_that_lets_replicas_differ_is_left_alone(name: str) -> None:
@@ -420,7 +420,7 @@ def a_hook_that_lets_replicas_differ_is_left_alone(name: str) -> None:
     assert lines == []
     equal = name in ("mean", "half")
     assert same_everywhere(bits(model.parameters())) == equal
-    assert (model._guard is not None) == equal
+    assert (model.ringdp_features[ReplicaGuard].guard is not None) == equal
 
 
 def by_default_programs_that_run_without_it_run_with_it(case: str) -> None:
@@ -452,8 +452,8 @@ def by_default_programs_that_run_without_it_run_with_it(case: str) -> None:
                     for again in range(3 + 4 * rank):
                         step(model, torch.optim.SGD(model.parameters(), 0.05), again)
             step(model, torch.optim.SGD(model.parameters(), 0.05) if case == "join" else optimizer, number)
-    assert model._guard is not None
-    assert model._guard._number > 3
+    assert model.ringdp_features[ReplicaGuard].guard is not None
+    assert model.ringdp_features[ReplicaGuard].guard._number > 3
     assert lines == []
 
 

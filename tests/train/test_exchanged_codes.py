@@ -27,6 +27,7 @@ def module() -> Any:
 
 def steps(exchange: bool, compression: str) -> dict[str, Any]:
     """Gradients of every step, what is remembered in the end, and what was finite."""
+    from ringdp.ddp.compression.choice import GradientCompression
     from ringdp.ddp.wrapper import RingDP
     from tests.train.compressed_training import codes_exchanged
 
@@ -47,7 +48,7 @@ def steps(exchange: bool, compression: str) -> dict[str, Any]:
         mean = model.compression_state_dict(consolidated=True)["parameters"]
         model.load_compression_state_dict(model.compression_state_dict())
         again = model.compression_state_dict()["ranks"][str(rank)]
-        in_core = model._compression.in_core(0)
+        in_core = model.ringdp_features[GradientCompression].attached("test").in_core(0)
         rows = model.compression_stats()
     return {
         "gradients": gradients,

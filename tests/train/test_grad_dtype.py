@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from ringdp.ddp.batch_weight import BatchWeight
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from tests.fault.elastic_jobs import joined
@@ -49,7 +50,7 @@ def step(model: RingDP, micros: int = 1, skipped: int = -1) -> list[Tensor]:
     model.zero_grad()
     for micro in range(micros):
         with contextlib.nullcontext() if micro == micros - 1 else model.no_sync():
-            if model._weight is not None:
+            if model.ringdp_features[BatchWeight].mode is not None:
                 model.set_weight(1)
             model(256.0 if dist.get_rank() == 0 else 1.0, skipped).backward()
     return [part.grad for part in model.parameters() if part.grad is not None]

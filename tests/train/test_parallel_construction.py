@@ -231,6 +231,13 @@ def test_copies() -> None:
         pickle.dumps(RingDP(models.build("mlp"), process_group=group))
 
 
+@on_ranks()
+def test_the_order_of_settings_is_that_of_other_builds() -> None:
+    """Ranks compare them as one text: a list of features in another order would refuse a build from before."""
+    model = RingDP(models.build("mlp"), weight="call", guard=4, reproducible=True)
+    assert list(model.ringdp_features.settings()) == ["weight", "guard", "step report", "reproducible"]
+
+
 @on_ranks(backend=backends())
 def test_state_dicts() -> None:
     model = RingDP(models.build("convolutional"))

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import ringdp
 from ringdp import Compression
+from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from tests.train import models
 from tests.train.compressed import Steps, compressor_id
@@ -348,7 +349,7 @@ def compressed(compression: Any, change: str) -> tuple[dict[str, Any], dict[str,
     loss.backward()
     train(ours, own_batch, range(4, 7))
     parameters = [it.detach().clone() for it in ours.module.parameters()]
-    probe = ours._compressed("test").probe
+    probe = ours.ringdp_features[GradientCompression].attached("test").probe
     assert probe is not None
     return before, after, parameters, ours.stats().steps, {row.step for row in probe.rows}
 

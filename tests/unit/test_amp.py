@@ -46,8 +46,7 @@ class Wrapper:
         )
         self.process_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
         self._join_config = SimpleNamespace(enable=True)  # nobody to ask
-        self._watched = model_parameters(model)
-        self.reduced = ReducedGradients(self)
+        self.reduced = ReducedGradients(self, model_parameters(model))
 
     def _reduced(self) -> None:
         self.steps += 1

@@ -60,7 +60,7 @@ TEXTS: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
         " fully_shard needs no RingDP",
     ),
     (
-        lambda: BatchWeight.checked("tokens"),
+        lambda: BatchWeight("tokens"),
         InvalidArgumentError,
         "RingDP's weight must be 'samples' (the first dimension of the first tensor that the forward gets), 'call'"
         " (what set_weight gives before each forward) or None (all count the same), not 'tokens'",

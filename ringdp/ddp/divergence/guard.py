@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ringdp.compression.tensor_parts import held_by
 from ringdp.ddp.divergence.replica import Difference, Replica, compare, describe_ranks, summary
+from ringdp.ddp.module_state import sends_buffers
 from ringdp.diagnosis.rank_facts import ATTACHED_BYTES
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
@@ -52,13 +53,15 @@ class Comparison:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known_different: set[str] = set()
         self._logged_left_out = False
-        self._snapshot: Any = None
         self._replica: Replica | None = None
         self._parameters_alone = False
         self._hash: Any = None
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
+        self._replica = None
+
+    def module_changed(self) -> None:
         self._replica = None
 
     def forget_differences(self) -> None:
@@ -74,12 +77,10 @@ class Comparison:
 
     def _follow(self, wrapper: Any, *, whole: bool) -> None:
         """The tensors that are there now. Buffers and optimizer state may be others than they were: once a round."""
-        changed = self._replica is None or self._snapshot is not wrapper._snapshot
-        if not changed and (self._parameters_alone or not whole):
+        if self._replica is not None and (self._parameters_alone or not whole):
             return
         from ringdp import _C
 
-        self._snapshot = wrapper._snapshot
         self._replica = self.replica_of(wrapper, self._known_different)
         self._hash = _C.ReplicaHash(list(self._replica.tensors))
         self._parameters_alone = all(isinstance(one, torch.nn.Parameter) for one in self._replica.tensors)
@@ -93,7 +94,7 @@ class Comparison:
         buffers = self._with_buffers if with_buffers is None else with_buffers
         return Replica.of(
             wrapper.module,
-            with_buffers=buffers and not wrapper._sends_buffers,
+            with_buffers=buffers and not sends_buffers(wrapper),
             optimizers=self._optimizers,
             ignored=wrapper.parameters_to_ignore,
             patterns=self._ignore,

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
-from ringdp import refusals, values
+from ringdp import values
 from ringdp.config import report_every
-from ringdp.ddp.divergence.guard import ACTIONS, AttachedGuard, Comparison, DivergenceGuard, check_now
+from ringdp.ddp.divergence.guard import ACTIONS, AttachedGuard, Comparison, DivergenceGuard, SameData, check_now
 from ringdp.ddp.divergence.replica import check_patterns
+from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.ddp.in_use import averages_elements
-from ringdp.diagnosis.monitor import StepMonitor
+from ringdp.ddp.step_report import StepReport
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit
@@ -62,7 +62,7 @@ class Guard:
         check_patterns(module, given.ignore)
         return given
 
-    def guard(self, wrapper: Any, *, starts_alike: bool) -> DivergenceGuard | AttachedGuard | None:
+    def guard(self, wrapper: FeaturedDDP, *, starts_alike: bool) -> DivergenceGuard | AttachedGuard | None:
         """The guard of this wrapper, None where there is none.
 
         Args:
@@ -92,83 +92,82 @@ class Guard:
         return f"every={self.every}, on={self.on!r}, ignore={list(self.ignore)}"
 
 
-class GuardedModule:
-    """A part of RingDP, which makes the guard with its reducer.
+class ReplicaGuard(Feature):
+    """Compares the replicas of a RingDP while they train.
+
+    Args:
+        options: RingDP's argument ``guard``.
+        starts_alike: all ranks get rank 0's parameters.
 
     Attributes:
-        _guard_options: the arguments.
-        _guard: None where there is none.
-        _has_joined: a `Join` is over, in which ranks have run different numbers of steps.
+        guard: None where there is none.
     """
 
-    process_group: dist.ProcessGroup
-    _guard_options: Guard
-    _guard: DivergenceGuard | AttachedGuard | None
-    _monitor: StepMonitor
-    _has_joined: bool = False
+    made_with_reducer = ("guard",)
+    guard: DivergenceGuard | AttachedGuard | None = None
 
-    def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the guard look at this optimizer's state, too. All ranks call it; not for one that shards its state.
+    def __init__(self, options: Guard, *, starts_alike: bool) -> None:
+        self._options, self._starts_alike = options, starts_alike
 
-        Raises:
-            InvalidArgumentError: not an optimizer.
-        """
+    @property
+    def is_off(self) -> bool:
+        """Whether the user asked for no comparison at all."""
+        return self._options.every == 0
+
+    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
+        return {"guard": ""} if self._options.every else {}
+
+    def settings(self) -> dict[str, str]:
+        return {} if self._options == Guard() else {"guard": str(self._options)}
+
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        self.guard = self._options.guard(ddp, starts_alike=self._starts_alike)
+        monitor = ddp.ringdp_features[StepReport].monitor
+        monitor.attached = self.guard if isinstance(self.guard, AttachedGuard) else None
+        monitor.gradients = None if self.is_off else SameData()
+
+    def rest_beside(self, ddp: FeaturedDDP, hook: Callable[..., Any]) -> None:
+        """The default guard rests beside a hook that may let replicas drift apart on purpose."""
+        if self._options.every is None and not averages_elements(hook):
+            self.guard = ddp.ringdp_features[StepReport].monitor.attached = None
+
+    def between_steps(self, ddp: FeaturedDDP) -> None:
+        if self.guard is not None:
+            self.guard.look()
+
+    def group_replaced(self, ddp: FeaturedDDP, group: dist.ProcessGroup) -> None:
+        self.join_is_over()  # as then, the ranks have run other numbers of steps
+
+    def module_changed(self, ddp: FeaturedDDP) -> None:
+        if self.guard is not None:
+            self.guard.comparison.module_changed()
+
+    def join_is_over(self) -> None:
+        if self.guard is not None:
+            self.guard.start_again()
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `RingDP.guard_optimizer`."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"guard_optimizer needs a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
-        if self._guard is not None:
-            self._guard.comparison.add_optimizer(optimizer)
+        if self.guard is not None:
+            self.guard.comparison.add_optimizer(optimizer)
 
-    def check_replicas(self) -> None:
-        """Compare all parameters and buffers between the ranks now, to the bit. All ranks call it, between two steps.
-
-        As the guard it leaves out the tensors of its ``ignore``, and buffers that each forward broadcasts.
-
-        Raises:
-            MismatchError: they differ; names the first tensor and the ranks.
-        """
-        comparison = self._guard_options.comparison() if self._guard is None else self._guard.comparison
-        as_unit(self.process_group, "check_replicas()", lambda: check_now(self, comparison))
-
-    def _guard_beside(self, hook: Callable[..., Any]) -> None:
-        """The default guard rests beside a hook that may let replicas drift apart on purpose."""
-        if self._guard_options.every is None and not averages_elements(hook):
-            self._guard = self._monitor.attached = None
+    def check(self, ddp: FeaturedDDP) -> None:
+        """See `RingDP.check_replicas`."""
+        comparison = self._options.comparison() if self.guard is None else self.guard.comparison
+        as_unit(ddp.process_group, "check_replicas()", lambda: check_now(ddp, comparison))
 
     @property
-    def _guard_counts_local_steps(self) -> bool:
-        return isinstance(self._guard, DivergenceGuard)
+    def counts_local_steps(self) -> bool:
+        return isinstance(self.guard, DivergenceGuard)
 
-    def _stepped_alone(self) -> None:
+    def stepped_alone(self, ddp: FeaturedDDP) -> None:
         """Called when an optimizer has applied gradients that were not averaged: the guard looks here, since a forward
         may not follow. The default guard looks only with a backward that averages.
         """
-        wrapper: Any = self
-        if isinstance(self._guard, DivergenceGuard) and not wrapper._join_config.enable:
-            self._guard.count_local_step()
-            self._guard.look()
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """As DistributedDataParallel's; torch leaves the wrapper as if the join went on when it is over."""
-        if self.__dict__.get("_repaired"):
-            refusals.refuse("elastic", "join")
-        hook: JoinHook = super().join_hook(**kwargs)  # type: ignore[misc]
-        make_models_equal = hook.post_hook
-
-        def post_hook(is_last_joiner: bool) -> None:
-            make_models_equal(is_last_joiner)
-            wrapper: Any = self
-            wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-            self._has_joined = True
-            if self._guard is not None:
-                self._guard.start_again()
-
-        hook.post_hook = post_hook  # type: ignore[method-assign]
-        return hook
-
-    @property
-    def _sends_buffers(self) -> bool:
-        """Whether each forward overwrites the buffers with rank 0's, or with the result of a hook."""
-        wrapper: Any = self
-        return bool(getattr(wrapper, "forward_sync_buffers", wrapper.broadcast_buffers))
+        if isinstance(self.guard, DivergenceGuard) and not ddp._join_config.enable:
+            self.guard.count_local_step()
+            self.guard.look()
