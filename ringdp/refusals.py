@@ -53,8 +53,6 @@ FEATURES = {
     "rounds compressor": "compression by {name}, whose `average` gets whole buckets,",
     "auto": 'compression="auto"',
     "rules": "rules of a Compression",
-    "choosing": 'compression="auto", where it chooses among codecs,',
-    "measure_compression": "measure_compression",
     "join": "torch's Join",
     "embedding": "ShardedEmbedding",
     "kvstore": "a key-value store",
@@ -76,7 +74,6 @@ FEATURES = {
 
 
 TABLE = (
-    Row("elastic", "mixed_precision", "its hook is not repeated", "call forward under torch.autocast"),
     Row(
         "elastic",
         "optimizer in backward",
@@ -85,12 +82,6 @@ TABLE = (
     ),
     Row("elastic", "skip unused", "the buckets to skip would differ in a repeated step", "leave it out"),
     Row("elastic", "delayed all-reduce", "only the reducer's all-reduces are repeated", "leave it out"),
-    Row(
-        "elastic",
-        "guard",
-        "its windows count the ranks of the start",
-        "leave it out: parameters are compared within 500 steps anyway",
-    ),
     Row("elastic", "sparse gradients", "the gathering of their rows is not repeated", "use sparse=False"),
     Row("elastic", "dtensor", "a lost rank's part of them is lost", "use plain parameters"),
     Row(

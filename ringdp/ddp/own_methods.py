@@ -122,7 +122,7 @@ class OwnMethods(FeaturedDDP):
 
         Such a step costs a copy and an exact all-reduce of the compressed gradients. 0 ends it. All ranks call it.
         """
-        self.ringdp_features[GradientCompression].measure(self.process_group, every)
+        self.ringdp_features[GradientCompression].measure(every)
 
     def compression_stats(self) -> CompressionStats:
         """Bytes, times and, where `measure_compression` was called, errors. Costs nothing in the steps.

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel.distributed import _MixedPrecision
 
+import ringdp
 from ringdp.compression import Info, Int8, PowerSGD, RandomK, TopK
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
-from tests.fault.elastic_oracle import compare, survivors
+from tests.fault.elastic_jobs import train as jobs_train
+from tests.fault.elastic_oracle import compare, live, survivors
 from tests.fault.faults import PHASES, Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
@@ -68,6 +71,31 @@ PYTHON = {
 def test_compressors_in_python(tmp_path: Path, name: str, phase: str) -> None:
     """Their states count once, and belong to the ranks that go on."""
     compare(tmp_path, 3, Faults().kill(1, 1, phase), options={"compression": PYTHON[name], "reproducible": False})
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+@pytest.mark.parametrize("action", ["raise", "sync"])
+def test_a_guard(tmp_path: Path, phase: str, action: str) -> None:
+    compare(tmp_path, 3, Faults().kill(2, 1, phase), options={"guard": ringdp.Guard(2, action)})
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_mixed_precision(tmp_path: Path, phase: str) -> None:
+    options = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
+    compare(tmp_path, 3, Faults().kill(0, 1, phase), options=options)
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_measured_compression(tmp_path: Path, phase: str) -> None:
+    compare(tmp_path, 3, Faults().kill(1, 2, phase), options={"compression": "int8"}, hook="measured")
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_chosen_compression(tmp_path: Path, phase: str) -> None:
+    """By measured speeds, so that no other job has to have the same bits; all ranks have."""
+    told = live(tmp_path, 4, Faults().kill(2, 1, phase).kill(0, 2), jobs_train, options={"compression": "auto", "reproducible": False})
+    assert told[1].parameters == told[3].parameters
+    assert len(told[1].parameters) == 4
 
 
 def test_compressors_in_python_one_after_the_other(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ FEATURES = {
     "not compared": Feature(arguments={"init_sync": False}),
     "replaced": Feature(("other parameters",), "replaced"),
     "compression later": Feature(("compression",), "later", LOSSY),
-    "measured": Feature(("measure_compression",), "warm-up"),
+    "measured": Feature((), "warm-up"),
     "kvstore": Feature(("kvstore",), beside=pushes),
     "sampler": Feature(("sampler",), beside=lambda: list(BalancedSampler(20, 4, balance="equal"))),
     "embedding": Feature(("embedding",), beside=table),

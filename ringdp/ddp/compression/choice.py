@@ -18,7 +18,7 @@ from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.ddp.loss_scale import LossScale
 from ringdp.ddp.parameter_changes import ReducedParameters
 from ringdp.errors import InvalidStateError
-from ringdp.job.elastic import as_unit, refuse_where_elastic
+from ringdp.job.elastic import as_unit
 
 if TYPE_CHECKING:
     from ringdp.compression import Compression, CompressorLike
@@ -90,7 +90,7 @@ class GradientCompression(Feature):
         carried.give(self.attached("forward"), renamed)
         if probe is not None:
             rows = probe.rows
-            self.measure(ddp.process_group, probe.every)
+            self.measure(probe.every)
             self.attached("forward").probe.rows = rows  # type: ignore[union-attr]
 
     # What users call on RingDP.
@@ -111,12 +111,11 @@ class GradientCompression(Feature):
 
         load_state_dict(self.attached("load_compression_state_dict"), state)
 
-    def measure(self, group: dist.ProcessGroup, every: int) -> None:
+    def measure(self, every: int) -> None:
         from ringdp.ddp.compression.quality import QualityProbe
 
         values.whole("measure_compression", "every", every, 0)
         model = self.attached("measure_compression")
-        refuse_where_elastic(group, "measure_compression")
         if model.probe is not None:
             model.probe.remove()
         model.probe = QualityProbe(model, every) if every else None
@@ -149,6 +148,4 @@ class GradientCompression(Feature):
             model = ModelCompression(watched, ddp.process_group, ddp.reducer, ddp.placement)
         chosen = model.choose(possible, other_parameters(ddp.module, watched))
         self.model = model
-        if model.auto is not None:
-            refusals.check(ddp.ringdp_features.in_use(ddp) | {"choosing": ""})
         return chosen

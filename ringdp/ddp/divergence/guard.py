@@ -30,6 +30,7 @@ from ringdp.diagnosis.rank_facts import ATTACHED_BYTES
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
+from ringdp.job.elastic import as_unit, is_elastic
 
 _log = logging.getLogger("ringdp.divergence")
 ACTIONS = ("raise", "warn", "sync")
@@ -123,15 +124,24 @@ class Comparison:
         """
         self._replica = None
         self._follow(wrapper, whole=True)
-        with named("which tensors differ"):
-            differences = compare(self._replica, self._hash.each(), group)  # type: ignore[arg-type]
+
+        def missing(differences: Sequence[Difference]) -> bool:
+            return any("" in one.hashes for one in differences)
+
+        def compared() -> list[Difference]:
+            with named("which tensors differ"):
+                differences = compare(self._replica, self._hash.each(), group)  # type: ignore[arg-type]
+            if self._action == "sync" and not missing(differences):
+                self._copy(differences, group)
+            return differences
+
+        differences = as_unit(group, "the comparison of replicas", compared)
         text = f"found after step {step}: {self._found(differences, part, parts)}" + (f"; {uneven}" if uneven else "")
         rank = wrapper.process_group.rank()
-        if self._action == "raise" or (self._action == "sync" and any("" in one.hashes for one in differences)):
+        if self._action == "raise" or (self._action == "sync" and missing(differences)):
             raise difference_error(text, differences, rank=rank, operation="divergence guard", step=step)
         concerned = {0, *(other for one in differences for other in one.minority)}
         if self._action == "sync":
-            self._copy(differences, group)
             text += ". All ranks have the majority's from now on" if differences else ""
         else:
             self._known_different.update(one.name for one in differences)
@@ -243,18 +253,21 @@ class DivergenceGuard:
         return steps // self._window % self._rounds
 
     def _exchange(self, wrapper: Any, steps: int) -> None:
-        if self._group is None:
-            self._group = group_for_background(wrapper.process_group, "divergence guard")
-        if self._pending is not None:
-            self._judge(wrapper, self._group)
         data = _PACKED.pack(steps, self._looks, self.comparison.hash(wrapper, self._part_of(steps), self._rounds))
-        self._pending = BackgroundGather(data, self._group, f"divergence guard, step {steps}"), steps
+        name, group = f"divergence guard, step {steps}", wrapper.process_group
+        if is_elastic(group):  # what is under way beside the training would end it when a rank is lost
+            self._judge(wrapper, group, as_unit(group, name, lambda: BackgroundGather(data, group, name).wait()), steps)
+            return
+        if self._group is None:
+            self._group = group_for_background(group, "divergence guard")
+        if self._pending is not None:
+            (gather, step), self._pending = self._pending, None
+            self._judge(wrapper, self._group, gather.wait(), step)
+        self._pending = BackgroundGather(data, self._group, name), steps
 
-    def _judge(self, wrapper: Any, group: dist.ProcessGroup) -> None:
-        """Compare the hashes that the ranks sent a window ago."""
-        assert self._pending is not None
-        (gather, step), self._pending = self._pending, None
-        gathered = [_PACKED.unpack(one) for one in gather.wait()]
+    def _judge(self, wrapper: Any, group: dist.ProcessGroup, hashes: list[bytes], step: int) -> None:
+        """Compare what the ranks sent after that step."""
+        gathered = [_PACKED.unpack(one) for one in hashes]
         if all(one == gathered[0] for one in gathered):
             return
         part = None if len({one[2] for one in gathered}) == 1 else self._part_of(step)
