@@ -39,7 +39,6 @@ class OfTorch(Feature):
 
     def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
         found = {
-            "skip unused": ddp.skip_all_reduce_unused_params,
             "delayed all-reduce": bool(ddp._delay_all_reduce_params),
             "optimizer in backward": has_optimizers(ddp._module_parameters),
             "compiled backward": bool(ddp._use_python_reducer),

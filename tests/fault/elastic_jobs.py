@@ -471,9 +471,6 @@ class Counting:
 
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "Counting": lambda net: ringdp.RingDP(net, compression=Counting()),
-    "skip_all_reduce_unused_params": lambda net: ringdp.RingDP(
-        net, find_unused_parameters=True, skip_all_reduce_unused_params=True
-    ),
     "LocalSGD": lambda net: ringdp.LocalSGD(net, _sgd(net), every=4),
     "sparse gradients": lambda net: ringdp.RingDP(nn.Embedding(5, 2, sparse=True)),
     "communication hook noop_hook": lambda net: ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook),

@@ -85,6 +85,14 @@ def test_mixed_precision(tmp_path: Path, phase: str) -> None:
     compare(tmp_path, 3, Faults().kill(0, 1, phase), options=options)
 
 
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_buckets_that_are_skipped(tmp_path: Path, phase: str, victim: int) -> None:
+    """Each rank has a branch of its own: the bucket of the lost rank's is sent no more."""
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.002}
+    compare(tmp_path, 3, Faults().kill(victim, 2, phase), options=options, branches=True)
+
+
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
 def test_measured_compression(tmp_path: Path, phase: str) -> None:
     compare(tmp_path, 3, Faults().kill(1, 2, phase), options={"compression": "int8"}, hook="measured")

@@ -90,7 +90,7 @@ FEATURES = {
     "find_unused": Feature((), "unused", arguments={"find_unused_parameters": True}),
     "static_graph": Feature((), "unused", arguments={"static_graph": True}),
     "skip_unused": Feature(
-        ("skip unused",), "unused", arguments={"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+        (), "unused", arguments={"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     ),
     "own gradients": Feature(arguments={"gradient_as_bucket_view": False}),
     "small buckets": Feature((), "caps", arguments={"bucket_cap_mb": 0.001}),

@@ -157,11 +157,20 @@ void Step::wait_for(std::size_t first, std::size_t end) {
 }
 
 void Step::wait_for_means(ReducerLock& lock) {
+  wait_for_sent(lock);
+  wait_for_late(lock);
+}
+
+void Step::wait_for_sent(ReducerLock& lock) {
   const auto report = report_.under_way();
   lock.unlock();
   wait_for(0, arrivals_.sending());
   if (report) exchange_.failure.keeping_in(-1, "step report", [&] { report->wait(); });
   lock.lock();
+}
+
+// Reads which parameters some rank has used, and sends the late buckets that follow from this.
+void Step::wait_for_late(ReducerLock& lock) {
   read_used_map();
   if (plan_.buckets.kept() == buckets_.store.size()) return;
   send_late();
@@ -170,13 +179,19 @@ void Step::wait_for_means(ReducerLock& lock) {
   lock.lock();
 }
 
+// Of the last kept bucket, also before the step counts (StepRepair).
+at::Tensor Step::reduced_marks() const {
+  const Bucket& bucket = buckets_.store[plan_.buckets.kept() - 1];
+  if (!bucket.marks.defined() || !bucket.result.defined()) return bucket.marks;
+  return bucket.result.narrow(0, bucket.gradients.numel(), bucket.marks.numel());
+}
+
 // A hook's bucket has no room for marks, and its operations have ended by now.
 void Step::read_used_map() {
   exchange_.failure.keeping_in(-1, "which parameters were used", [&] {
     if (exchange_.calls_back() && buckets_.sends_used_map() && !buckets_.repair.on())
       used_.launch(exchange_.forwards.note());
-    used_.read(buckets_.store[plan_.buckets.kept() - 1].marks, !missing_.empty() || plan_.may_skip(), exchange_.step,
-               joining_);
+    used_.read(reduced_marks(), !missing_.empty() || plan_.may_skip(), exchange_.step, joining_);
   });
 }
 
@@ -241,24 +256,24 @@ void Step::send_again() {
     bucket.factors = exchange_.weights.factors().of_ranks;
     exchange_.failure.keeping_in(static_cast<int64_t>(index), bucket.name, [&] { send(bucket); });
   }
+  for (std::size_t index = arrivals_.sending(); index < buckets_.store.size(); ++index)
+    buckets_.store[index].sent_in = 0;  // fewer ranks may have no gradient for it
 }
 
 void Step::wait_for_members(ReducerLock& lock) {
-  const auto report = report_.under_way();
+  wait_for_sent(lock);
   lock.unlock();
-  wait_for(0, arrivals_.sending());
-  if (report) exchange_.failure.keeping_in(-1, "step report", [&] { report->wait(); });
   exchange_.failure.keeping_in(-1, "which parameters were used", [&] {
     if (exchange_.calls_back() && buckets_.sends_used_map()) used_.launch();
     used_.wait();
   });
   lock.lock();
+  wait_for_late(lock);
   learned_order_ = ask_for_order();
 }
 
 void Step::accept() {
   buckets_.repair.accept();
-  read_used_map();
   learn(learned_order_);
 }
 

@@ -101,6 +101,9 @@ class Step {
   void launch(Bucket& bucket);
   void send(Bucket& bucket, const std::string& note = {});
   void wait_for(std::size_t first, std::size_t end);
+  void wait_for_sent(ReducerLock& lock);
+  void wait_for_late(ReducerLock& lock);
+  at::Tensor reduced_marks() const;
   void read_used_map();
   void send_late();
   void learn(const std::vector<int32_t>& order);
