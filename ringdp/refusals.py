@@ -40,7 +40,6 @@ FEATURES = {
     "dtensor": "DTensor parameters",
     "optimizer in backward": "an optimizer that steps during backward (_apply_optimizer_in_backward)",
     "delayed all-reduce": "delay_all_reduce_named_params",
-    "guard": "guard with a number",
     "sparse gradients": "a module with sparse gradients",
     "compiled backward": "a backward that is compiled as one graph",
     "other parameters": "parameters that are replaced, added or removed after wrapping",

@@ -363,6 +363,37 @@ COMPRESSORS = [
     ),
 ]
 
+COMPRESSORS += [
+    in_python(
+        "what compressors left in a step that is made again counts",
+        "hooks/compressed.py",
+        "            self.memory.states.commit(False)  #",
+        "            self.memory.states.commit(True)  #",
+        "tests/fault/test_elastic_features.py",
+    ),
+    in_python(
+        "a step that is made again counts twice for compressors",
+        "hooks/compressed.py",
+        "if is_elastic(self.group) and self._counts_later:",
+        "if False:",
+        "tests/fault/test_elastic_features.py",
+    ),
+    in_python(
+        "residuals stay those of the owners before a loss",
+        "compression/saved.py",
+        """_times(carried["residual"], _owned_mask(following, now[0]), 1.0 / now[1])""",
+        """carried["residual"]""",
+        "tests/fault/test_elastic_features.py",
+    ),
+    in_python(
+        "parts of parameters stay those of the ranks before a loss",
+        "hooks/compressed.py",
+        "            self._contents.clear()\n",
+        "            pass\n",
+        "tests/fault/test_elastic_features.py",
+    ),
+]
+
 LAUNCHER = [
     in_python(
         "a rank that lost another one is blamed for it",

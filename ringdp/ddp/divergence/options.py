@@ -114,9 +114,6 @@ class ReplicaGuard(Feature):
         """Whether the user asked for no comparison at all."""
         return self._options.every == 0
 
-    def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
-        return {"guard": ""} if self._options.every else {}
-
     def settings(self) -> dict[str, str]:
         return {} if self._options == Guard() else {"guard": str(self._options)}
 
