@@ -256,8 +256,8 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
   return group ? groups_.failure_of(*group) : nullptr;
 }
 
-std::map<int, Channel::Carried> Engine::carried() {
-  std::map<int, Channel::Carried> found;
+std::map<int, NetworkPath::Carried> Engine::carried() {
+  std::map<int, NetworkPath::Carried> found;
   if (fork_generation() == generation_) role_.run([&] { found = carried_by(links_); });
   return found;
 }

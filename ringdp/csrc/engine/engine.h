@@ -102,7 +102,7 @@ class Engine {
 
   Link::Traffic traffic() const { return links_.traffic(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
-  std::map<int, Channel::Carried> carried();  // see PeerLinks; empty after the shutdown
+  std::map<int, NetworkPath::Carried> carried();  // see PeerLinks; empty after the shutdown
   const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
   int rank() const { return links_.peers().rank(); }
   int world() const { return links_.peers().world(); }

@@ -98,13 +98,13 @@ void PendingMesh::close(const std::string& reason) {
   header.type = FrameType::kBye;
   header.length = static_cast<uint32_t>(payload.size());
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head{};
-  const std::string padding(Channel::padding_of(payload.size()), '\0');
+  const std::string padding(DirectReader::padding_of(payload.size()), '\0');
   mesh_.late.reset();
   for (MeshPeer& peer : mesh_.peers) {
     if (!peer.channel) continue;
     const FrameCheck check(peer.checksums);
     check.write_head(header, std::as_bytes(std::span(payload)), head.data());
-    const std::string bytes = peer.channel->direct() ? payload + padding : payload;
+    const std::string bytes = peer.channel->direct() != nullptr ? payload + padding : payload;
     std::array<iovec, 2> pieces{{{head.data(), check.head_bytes()}, {const_cast<char*>(bytes.data()), bytes.size()}}};
     peer.channel->send(pieces);  // the first bytes on it: there is room, unless the peer has ended
     peer.channel.reset();

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "transport/channel.h"
+#include "transport/tcp_watch.h"
 
 namespace ringdp {
 namespace {

@@ -113,7 +113,7 @@ Mesh RendezvousRun::mesh() {
   }
   mesh.round_trip_us = sharing.round_trip_us();
   const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
-                                   [](const MeshPeer& it) { return it.channel && !it.channel->direct(); });
+                                   [](const MeshPeer& it) { return it.channel && it.channel->direct() == nullptr; });
   connector_->note_met(mesh.round_trip_us);
   if (world_ > options_.full_mesh_ranks || (options_.heals && streams)) mesh.late = leave_the_rest();
   return mesh;
