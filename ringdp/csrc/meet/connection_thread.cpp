@@ -149,7 +149,7 @@ bool ConnectionThread::step() {
   state_->sharing.step(0);
   for (int peer : state_->sharing.take_cut()) state_->connector.lose(peer);
   state_->connector.take_ended();
-  for (Connector::Resumption& it : state_->connector.take_resumptions())
+  for (HandshakeAttempt& it : state_->connector.take_resumptions())
     if (redialler_) redialler_->take(std::move(it));
   if (redialler_) redialler_->step();
   hand_over();

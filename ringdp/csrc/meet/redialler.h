@@ -24,7 +24,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -33,7 +32,7 @@
 #include "base/fd.h"
 #include "meet/connector.h"
 #include "meet/established.h"
-#include "meet/handshake.h"
+#include "meet/handshake_attempt.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -79,28 +78,15 @@ class Redialler {
 
   // The connection with that peer has broken, or only its host is silent.
   void heal(int peer, bool broken);
-  void take(Connector::Resumption it);  // a hello or knock of the peer
+  void take(HandshakeAttempt it);  // with a hello or knock of the peer
   bool busy() const;
-  void poll_for(std::vector<pollfd>& polled) const;
+  void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
   void step();  // does not block
 
  private:
-  enum class Stage { kConnecting, kAwaitReply, kAwaitConfirm, kAwaitResume, kOver };
-  struct Attempt {
-    int peer = -1;
-    HandshakeSocket socket;
-    Stage stage = Stage::kConnecting;
-    bool dialled = false;
-    int stream = 0;           // 0: the first, with which the pair goes on
-    int streams = 1;          // of the pair
-    std::size_t address = 0;  // of the case, if this side dials the first
-    Clock::time_point begin;
-    uint64_t number = 0;
-  };
   struct Case {
     bool open = false;
-    bool broken = false;     // otherwise its host is silent
-    bool under_way = false;  // an attempt has reached the resume: no other one may begin
+    bool broken = false;  // otherwise its host is silent
     Clock::time_point until{};
     uint64_t number = 0;  // of the last attempt: dialled, or let in
     uint64_t done = 0;    // of the last established one
@@ -108,35 +94,33 @@ class Redialler {
     RedialTries tries;
   };
 
-  bool dials(int peer) const { return peer < static_cast<int>(mine_.to); }
+  bool dials(int peer) const { return peer < self_.rank(); }
   Case& at(int peer) { return cases_[static_cast<std::size_t>(peer)]; }
   void open(int peer, bool broken, Clock::time_point until);
   void close(int peer);
+  bool under_way(int peer) const;  // an attempt has reached the resume: no other one may begin
   void begin_due(int peer, Clock::time_point now);
-  void advance(Attempt& attempt);
-  void on_connected(Attempt& attempt);
-  void on_message(Attempt& attempt);
-  void on_padding(Attempt& attempt);
-  void on_reply(Attempt& attempt);
-  void on_confirm(Attempt& attempt);
-  void on_resume(Attempt& attempt, uint64_t theirs);
-  bool send_frames_taken(Attempt& attempt);  // sends `resume`, after reading the old connection to its end
+  void dial(HandshakeAttempt::Facts facts);
+  void move_on(HandshakeAttempt& attempt);
+  void on_connected(HandshakeAttempt& attempt);
+  void on_proven(HandshakeAttempt& attempt);
+  void on_confirmed(HandshakeAttempt& attempt);
+  void on_resumed(HandshakeAttempt& attempt);
+  bool send_frames_taken(HandshakeAttempt& attempt);  // after reading the old connection to its end
   void dial_streams(int peer, Clock::time_point now);
-  void on_stream(Attempt& attempt);  // a further one is made
-  bool fits(const Attempt& stream);  // its connection is in use
-  bool send(Attempt& attempt, HandshakeType type, uint64_t number, Refusal refusal = Refusal::kNone);
-  void drop(Attempt& attempt, const std::string& why, bool refused = false);
+  void on_stream(HandshakeAttempt& attempt);         // a further one is made
+  bool fits(int peer, int stream, uint64_t number);  // that connection is in use, and lacks this stream
+  void note_failure(HandshakeAttempt& attempt);
   void give_up(int peer, const std::string& why);
 
   ExtraStreams streams_;  // of connections made here
-  const HandshakeFields mine_;
-  const std::vector<std::byte> secret_;
+  const HandshakeSelf self_;
   const std::vector<std::vector<SocketAddress>> addresses_;  // by peer
   const std::chrono::milliseconds heal_;
   const Events events_;
   std::vector<Case> cases_;  // by peer
   std::size_t open_ = 0;
-  std::list<Attempt> attempts_;
+  HandshakeAttempts attempts_;
 };
 
 }  // namespace ringdp
