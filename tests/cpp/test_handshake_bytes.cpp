@@ -230,7 +230,7 @@ void run_recorded_job(uint16_t streams) {
       self.wait(self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {}));
       if (rank == 0 && round < 3) proxies[0]->cut();
     }
-    self.runtime->engine().connections().wait_until_whole(Deadline::after_ms(5000));
+    self.runtime->engine().healing().wait_until_whole(Deadline::after_ms(5000));
     self.wait(self.group->barrier({}));
   });
   Seen seen;

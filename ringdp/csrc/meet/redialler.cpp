@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "meet/handshake.h"
+#include "transport/congestion.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -84,12 +84,13 @@ HandshakeSelf redialling(HandshakeSelf self) {
 
 }  // namespace
 
-Redialler::Redialler(Connector::Knowledge knowledge, int64_t heal_ms, Events events)
+Redialler::Redialler(Connector::Knowledge knowledge, const SharedSetup& sharing, int64_t heal_ms, ConnectionUser& user)
     : streams_(std::move(knowledge.streams)),
       self_(redialling(std::move(knowledge.self))),
       addresses_(std::move(knowledge.addresses)),
       heal_(heal_ms),
-      events_(std::move(events)),
+      sharing_(sharing),
+      user_(user),
       cases_(addresses_.size()) {}
 
 bool Redialler::busy() const {
@@ -185,7 +186,7 @@ void Redialler::step() {
 void Redialler::give_up(int peer, const std::string& why) {
   const bool broken = at(peer).broken;
   close(peer);
-  if (broken) events_.not_healed(peer, why);
+  if (broken) user_.give_up(peer, why);
 }
 
 void Redialler::begin_due(int peer, Clock::time_point now) {
@@ -253,14 +254,15 @@ void Redialler::on_stream(HandshakeAttempt& attempt) {
   if (facts.dialled) attempt.confirm(self_, facts.streams);
   if (attempt.stage() == HandshakeAttempt::Stage::kClosed) return;
   streams_.add(facts.peer, facts.stream, Fd());
-  events_.add_stream(facts.peer, attempt.take_socket());
+  ask_for_congestion(attempt.fd(), streams_.congestion());
+  user_.add_stream(facts.peer, attempt.take_socket());
 }
 
 void Redialler::on_proven(HandshakeAttempt& attempt) {
   const int peer = attempt.facts().peer;
   Case& it = at(peer);
   if (!it.open || under_way(peer)) return attempt.fail("");
-  if (!events_.hold(peer)) {
+  if (!user_.hold(peer)) {
     attempt.refuse(self_, Refusal::kGone);
     return close(peer);
   }
@@ -274,7 +276,7 @@ void Redialler::on_confirmed(HandshakeAttempt& attempt) {
   const HandshakeAttempt::Facts& facts = attempt.facts();
   Case& it = at(facts.peer);
   if (facts.number <= it.number) return attempt.close();
-  if (!events_.hold(facts.peer)) return attempt.refuse(self_, Refusal::kGone);
+  if (!user_.hold(facts.peer)) return attempt.refuse(self_, Refusal::kGone);
   it.number = facts.number;
   for (HandshakeAttempt& other : attempts_)
     if (&other != &attempt && other.facts().peer == facts.peer && other.facts().stream == 0) other.close();
@@ -285,7 +287,7 @@ void Redialler::on_confirmed(HandshakeAttempt& attempt) {
 
 bool Redialler::send_frames_taken(HandshakeAttempt& attempt) {
   const int peer = attempt.facts().peer;
-  if (const auto taken = events_.settle(peer)) return attempt.resume(self_, *taken);
+  if (const auto taken = user_.settle(peer)) return attempt.resume(self_, *taken);
   attempt.refuse(self_, Refusal::kGone);
   close(peer);
   return false;
@@ -296,12 +298,15 @@ void Redialler::on_resumed(HandshakeAttempt& attempt) {
   if (facts.dialled && !send_frames_taken(attempt)) return;
   at(facts.peer).done = facts.number;
   at(facts.peer).done_at = Clock::now();
-  Fd socket = attempt.take_socket();
+  std::vector<Fd> sockets(static_cast<std::size_t>(facts.streams));
+  sockets.front() = attempt.take_socket();
+  const int socket = sockets.front().get();
   streams_.forget(facts.peer);
   streams_.expect(facts.peer, facts.streams,
-                  facts.dialled ? std::optional(SocketAddress::far_end_of(socket.get())) : std::nullopt);
+                  facts.dialled ? std::optional(SocketAddress::far_end_of(socket)) : std::nullopt);
   close(facts.peer);
-  events_.resume(facts.peer, std::move(socket), facts.streams, facts.frames_taken);
+  ask_for_congestion(socket, streams_.congestion());
+  user_.resume(facts.peer, sharing_.transport(facts.peer).open(std::move(sockets)), facts.frames_taken);
 }
 
 void Redialler::note_failure(HandshakeAttempt& attempt) {

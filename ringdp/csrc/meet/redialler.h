@@ -12,7 +12,11 @@
 // first of the new ones is made; the confirm has their number. The higher rank dials the others, each up to confirm
 // and padding, and both add them to the channel one by one (add_stream). The channel also works without them.
 //
-// Owned by ConnectionThread, used by its thread; nothing blocks but the events, which wait for the engine's driver.
+// Owned by ConnectionThread, used by its thread; nothing blocks but its ConnectionUser, which waits for the engine's
+// driver.
+//
+// ConnectionUser: for whom ConnectionThread makes and replaces connections: the engine, whose Healing it is. Called by
+// that thread; a call may wait for the engine's driver.
 //
 // RedialTries: the results of dialling a peer's addresses to replace its connection: which to dial next and when, and
 // whether its process has ended, since its host refuses connections that it accepted before. Bookkeeping only, time
@@ -23,19 +27,44 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/fd.h"
+#include "base/log.h"
 #include "meet/connector.h"
 #include "meet/established.h"
 #include "meet/handshake_attempt.h"
+#include "shared/shared_setup.h"
+#include "transport/channel.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
+
+class ConnectionUser {
+ public:
+  // The first connection to a peer, which either side wanted; or the reason why there is none. `gone`: nothing listens
+  // at its address any more: its process has ended, in good order or not.
+  virtual void connect(int peer, std::unique_ptr<Channel> channel, bool checksums) = 0;
+  virtual void cannot_connect(int peer, const Error& error, bool gone) = 0;
+
+  // A replacement of a broken connection, see Redialler and LinkRepair. False or nullopt: there is no connection to
+  // that peer that could be replaced.
+  virtual bool hold(int peer) = 0;
+  virtual std::optional<uint64_t> settle(int peer) = 0;  // frames that have come from a peer that has called `hold`
+  virtual void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) = 0;
+  virtual void add_stream(int peer, Fd socket) = 0;            // a further connection
+  virtual void give_up(int peer, const std::string& why) = 0;  // there is none; empty: its process has ended
+
+  virtual void notice(LogLevel level, const std::string& line) = 0;
+
+ protected:
+  ~ConnectionUser() = default;
+};
 
 class RedialTries {
  public:
@@ -64,17 +93,8 @@ class RedialTries {
 
 class Redialler {
  public:
-  struct Events {  // see Connections, of the engine
-    std::function<bool(int peer)> hold;
-    std::function<std::optional<uint64_t>(int peer)> settle;
-    // `streams`: the number of connections of the pair, this one included.
-    std::function<void(int peer, Fd socket, int streams, uint64_t taken)> resume;
-    std::function<void(int peer, Fd socket)> add_stream;               // a further one
-    std::function<void(int peer, const std::string& why)> not_healed;  // empty: its process has ended
-  };
-
-  // `heal_ms`: how long it tries before not_healed.
-  Redialler(Connector::Knowledge knowledge, int64_t heal_ms, Events events);
+  // `sharing`: knows the transports. `heal_ms`: how long it tries before it gives up.
+  Redialler(Connector::Knowledge knowledge, const SharedSetup& sharing, int64_t heal_ms, ConnectionUser& user);
 
   // The connection with that peer has broken, or only its host is silent.
   void heal(int peer, bool broken);
@@ -117,7 +137,8 @@ class Redialler {
   const HandshakeSelf self_;
   const std::vector<std::vector<SocketAddress>> addresses_;  // by peer
   const std::chrono::milliseconds heal_;
-  const Events events_;
+  const SharedSetup& sharing_;
+  ConnectionUser& user_;
   std::vector<Case> cases_;  // by peer
   std::size_t open_ = 0;
   HandshakeAttempts attempts_;
