@@ -58,8 +58,6 @@ void Connector::note_met(int64_t round_trip_us) {
   self_.mine.met = met_with(round_trip_us);
   accepting_.set_met(self_.mine.met);
   dialing_.set_met(self_.mine.met);
-  for (int peer = 0; peer < self_.world(); ++peer)
-    if (dialing_.wants(peer)) fix(peer);
 }
 
 bool Connector::busy() const {

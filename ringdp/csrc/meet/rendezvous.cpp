@@ -189,7 +189,9 @@ Mesh RendezvousRun::mesh() {
     if (peer == rank_) continue;
     met.transport = &sharing.transport(peer);
     met.checksums = options_.checksums && met.transport->checksums;
-    if (at_start(peer)) met.channel = sharing.take(peer);
+    if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
+    met.channel = sharing.take(peer);
+    connector_->fix(peer);
   }
   mesh.round_trip_us = sharing.round_trip_us();
   const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
