@@ -1,13 +1,9 @@
 #include "meet/redialler.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstddef>
 #include <utility>
 
-#include "base/error.h"
 #include "transport/congestion.h"
-#include "transport/tcp.h"
 
 namespace ringdp {
 
