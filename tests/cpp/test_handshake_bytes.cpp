@@ -179,7 +179,7 @@ struct Seen {
   int meetings = 0, redials = 0, more = 0, cut_off = 0;
 };
 
-void read(const Proxy::Recorded& connection, uint16_t streams, Seen& seen) {
+void tally(const Proxy::Recorded& connection, uint16_t streams, Seen& seen) {
   Reader reader(connection);
   const auto hello = decode_handshake(
       [&] {
@@ -234,7 +234,7 @@ void run_recorded_job(uint16_t streams) {
     self.wait(self.group->barrier({}));
   });
   Seen seen;
-  for (const Proxy::Recorded& it : proxies[0]->recorded()) read(it, streams, seen);
+  for (const Proxy::Recorded& it : proxies[0]->recorded()) tally(it, streams, seen);
   CHECK(seen.meetings >= 1 && seen.redials >= 1);
   CHECK(streams == 1 || seen.more >= streams - 1);
   for (const Proxy::Recorded& it : proxies[1]->recorded()) {  // rank 0 only asks to be dialled
