@@ -30,7 +30,7 @@ void FaultyChannel::flip(std::span<const iovec> pieces, std::size_t received) {
 }
 
 IoStatus FaultyChannel::peek(std::span<const std::byte>& bytes) {
-  IoStatus status = inner_->peek(bytes);
+  IoStatus status = inner_->direct()->peek(bytes);
   if (status != IoStatus::kOk) return status;
   bytes = refuses() ? std::span<const std::byte>{} : bytes.first(std::min(bytes.size(), some()));
   return bytes.empty() ? IoStatus::kWouldBlock : IoStatus::kOk;

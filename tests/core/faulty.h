@@ -11,7 +11,7 @@
 
 namespace ringdp {
 
-class FaultyChannel final : public Channel {
+class FaultyChannel final : public Channel, private DirectReader {
  public:
   // `flip_within` not 0: one bit of the first so many bytes that are received flips. Not for direct channels.
   FaultyChannel(std::unique_ptr<Channel> inner, uint64_t seed, uint64_t flip_within = 0)
@@ -20,28 +20,22 @@ class FaultyChannel final : public Channel {
   }
 
   IoResult send(std::span<const iovec> pieces) override;
-  bool direct() const override { return inner_->direct(); }
   IoResult receive(std::span<const iovec> pieces) override;
-  IoStatus peek(std::span<const std::byte>& bytes) override;
-  void consume(std::size_t bytes) override { inner_->consume(bytes); }
-  std::size_t undelivered() override { return inner_->undelivered(); }
-  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
-  void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
-  int bell_fd() const override { return inner_->bell_fd(); }
-  bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long
-  void after_sleep() override { inner_->after_sleep(); }
-  void noticed() override { inner_->noticed(); }
-  void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
-  int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
-  HeldUp held_up() override { return inner_->held_up(); }
-  std::optional<Carried> carried() const override { return inner_->carried(); }
-  std::string slowed_by() const override { return inner_->slowed_by(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
+  DirectReader* direct() override { return inner_->direct() != nullptr ? this : nullptr; }
+  NetworkPath* path() override { return inner_->path(); }
 
  private:
+  IoStatus peek(std::span<const std::byte>& bytes) override;
+  void consume(std::size_t bytes) override { inner_->direct()->consume(bytes); }
+  bool before_sleep(bool) override { return false; }  // what it refused a moment ago may be there: never sleep long
+  void after_sleep() override { inner_->direct()->after_sleep(); }
+  void noticed() override { inner_->direct()->noticed(); }
+  int bell_fd() const override { return inner_->direct()->bell_fd(); }
+
   bool refuses() { return random_() % 4 == 0; }
   std::size_t some() { return random_() % 3 == 0 ? 1 + random_() % 200 : 1 + random_() % 100'000; }
 

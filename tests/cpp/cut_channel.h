@@ -32,7 +32,7 @@ struct Cutter {
   void disarm() { peer = -1; }
 };
 
-class CutChannel final : public Channel {
+class CutChannel final : public Channel, private NetworkPath {
  public:
   CutChannel(std::unique_ptr<Channel> inner, std::shared_ptr<Cutter> cutter, int peer)
       : inner_(std::move(inner)), cutter_(std::move(cutter)), peer_(peer) {}
@@ -65,26 +65,28 @@ class CutChannel final : public Channel {
     return result;
   }
   IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
+  bool drained() override { return inner_->drained(); }
+  void close_send() override { inner_->close_send(); }
+  int poll_fd() const override { return inner_->poll_fd(); }
+  std::string describe() const override { return inner_->describe(); }
+  NetworkPath* path() override { return inner_->path() != nullptr ? this : nullptr; }
+
+ private:
   // Without the short cut of connections within a host: the peer may be cutting.
   std::size_t undelivered() override {
     int bytes = 0;
     if (ioctl(inner_->poll_fd(), SIOCOUTQ, &bytes) != 0) return SIZE_MAX;
     return static_cast<std::size_t>(bytes) + swallowed_;
   }
-  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
-  bool drained() override { return inner_->drained(); }
-  void close_send() override { inner_->close_send(); }
-  void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
-  int poll_fd() const override { return inner_->poll_fd(); }
-  void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
-  int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
+  void add_stream(Fd socket) override { inner_->path()->add_stream(std::move(socket)); }
+  void limit_unsent(std::size_t bytes) override { inner_->path()->limit_unsent(bytes); }
+  void watch_host(int64_t silence_ms) override { inner_->path()->watch_host(silence_ms); }
+  int64_t host_silence_ms() override { return inner_->path()->host_silence_ms(); }
   HeldUp held_up() override {
     const int64_t ms = cutter_->held_up_ms;
-    return ms > 0 ? HeldUp{ms, 1448} : inner_->held_up();
+    return ms > 0 ? HeldUp{ms, 1448} : inner_->path()->held_up();
   }
-  std::string describe() const override { return inner_->describe(); }
 
- private:
   std::unique_ptr<Channel> inner_;
   std::shared_ptr<Cutter> cutter_;
   const int peer_;

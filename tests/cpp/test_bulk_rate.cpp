@@ -14,7 +14,7 @@ namespace {
 
 // A TCP connection that says its path is long, and as full as it may be: bulk goes at its first rate, or not much
 // faster.
-class LongChannel final : public Channel {
+class LongChannel final : public Channel, private NetworkPath {
  public:
   explicit LongChannel(std::unique_ptr<Channel> inner) : inner_(std::move(inner)) {}
 
@@ -24,11 +24,13 @@ class LongChannel final : public Channel {
   void close_send() override { inner_->close_send(); }
   int poll_fd() const override { return inner_->poll_fd(); }
   std::string describe() const override { return inner_->describe(); }
+  NetworkPath* path() override { return this; }
+
+ private:
   std::optional<Carried> carried() const override {
     return Carried{.bytes = 1000, .round_trip_us = 10'000 + BulkRate::kLittleQueueUs, .least_round_trip_us = 10'000};
   }
 
- private:
   std::unique_ptr<Channel> inner_;
 };
 

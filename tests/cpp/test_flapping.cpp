@@ -118,8 +118,8 @@ void survive(int world, int streams, bool checksums, int rounds, int every_ms,
     }
     self.wait(self.group->barrier({}));
     CHECK(everything(self) == wanted);
-    self.runtime->engine().connections().wait_until_whole(Deadline::after_ms(5000));
-    healed += self.runtime->engine().connections().healed();
+    self.runtime->engine().healing().wait_until_whole(Deadline::after_ms(5000));
+    healed += self.runtime->engine().healing().healed();
     self.wait(self.group->barrier({}));
     if (self.rank == 0) {
       CHECK(soon([&] { return connected_sockets().size() == sockets && descriptors().size() == before; }));
@@ -188,8 +188,8 @@ CASE("strangers, and calls that were recorded, while connections heal") {
       for (int round = 0; round < 12; ++round) CHECK(everything(self) == wanted);
       self.wait(self.group->barrier({}));
     }
-    self.runtime->engine().connections().wait_until_whole(Deadline::after_ms(5000));
-    healed += self.runtime->engine().connections().healed();
+    self.runtime->engine().healing().wait_until_whole(Deadline::after_ms(5000));
+    healed += self.runtime->engine().healing().healed();
     CHECK(everything(self) == wanted);
   });
   CHECK(healed > 0);

@@ -15,7 +15,7 @@ using Event = HandshakeAttempt::Event;
 using Stage = HandshakeAttempt::Stage;
 
 HandshakeSelf rank(uint32_t number, std::byte secret = std::byte{7}) {
-  HandshakeSelf self{.mine = {}, .secret = std::vector<std::byte>(32, secret), .padding_ms = 5000};
+  HandshakeSelf self{.mine = {}, .secret = std::vector<std::byte>(32, secret), .patience = {.padding_ms = 5000}};
   self.mine.to = number;
   self.mine.world = 2;
   self.instance.fill(static_cast<std::byte>(number + 1));
@@ -28,7 +28,8 @@ struct Ends {
     int error_number = 0;
     auto listener = TcpListener::try_bind("127.0.0.1", 0, 16, error_number);
     REQUIRE(listener.has_value());
-    dialled = std::make_unique<HandshakeAttempt>(HandshakeAttempt::Facts{.peer = 0, .address = listener->address()});
+    dialled =
+        std::make_unique<HandshakeAttempt>(self[1], HandshakeAttempt::Facts{.peer = 0, .address = listener->address()});
     auto caller = listener->accept(error_number);
     for (Deadline limit = Deadline::after_ms(5000); !caller && !limit.expired();)
       caller = listener->accept(error_number);
@@ -53,7 +54,7 @@ struct Ends {
 CASE("two ranks of a job prove each other, and the confirm says how many connections there are to be") {
   Ends it;
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
-  it.dialled->greet(it.self[1]);
+  it.dialled->greet(it.self[1], 0);
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   CHECK_EQ(it.accepted->facts().peer, -1);  // it has not been answered
   CHECK(it.accepted->facts().hello.type == HandshakeType::kHello && it.accepted->facts().hello.from == 1);
@@ -64,7 +65,7 @@ CASE("two ranks of a job prove each other, and the confirm says how many connect
   CHECK_EQ(it.next(*it.accepted), Event::kNone);
   for (HandshakeAttempt* end : {it.dialled.get(), it.accepted.get()}) {
     CHECK(end->stage() == Stage::kDone && end->facts().streams == 3 && !end->take_failure());
-    CHECK(end->take_socket().take().get() >= 0);
+    CHECK(end->take_socket().get() >= 0);
   }
   const Nonce& nonce = it.accepted->facts().hello.nonce;
   CHECK(std::equal(it.self[1].instance.begin(), it.self[1].instance.end(), nonce.begin()));
@@ -73,7 +74,7 @@ CASE("two ranks of a job prove each other, and the confirm says how many connect
 CASE("who has another secret gets no answer") {
   Ends it(rank(1, std::byte{8}));
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
-  it.dialled->greet(it.self[1]);
+  it.dialled->greet(it.self[1], 0);
   CHECK_EQ(it.next(*it.accepted), Event::kNone);
   CHECK_EQ(it.accepted->take_failure()->why, std::string("no hello"));
   CHECK_EQ(it.next(*it.dialled), Event::kNone);
@@ -86,7 +87,7 @@ CASE("a refusal is final, in words that name what differs") {
   Ends it;
   it.self[1].mine.world = 3;
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
-  it.dialled->greet(it.self[1]);
+  it.dialled->greet(it.self[1], 0);
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   const Refusal verdict = judge_hello(it.accepted->facts().hello, it.self[0].mine);
   CHECK_EQ(verdict, Refusal::kWorld);
@@ -102,7 +103,7 @@ CASE("a refusal is final, in words that name what differs") {
 CASE("a knock is all that is said, and no failure; neither is a connection that closes without a word") {
   Ends it;
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
-  CHECK(it.dialled->knock(it.self[1]));
+  CHECK(it.dialled->knock(it.self[1], 0));
   CHECK(it.dialled->over() && !it.dialled->take_failure());
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   CHECK(it.accepted->facts().hello.type == HandshakeType::kKnock);
@@ -115,11 +116,11 @@ CASE("a knock is all that is said, and no failure; neither is a connection that 
 CASE("a confirm whose sender has not heard this reply proves nothing") {
   Ends it;
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
-  it.dialled->greet(it.self[1]);
+  it.dialled->greet(it.self[1], 0);
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   it.accepted->reply(it.self[0]);
   // As an attacker that has recorded another handshake of the same rank.
-  HandshakeSocket socket = it.dialled->take_socket();
+  HandshakeSocket socket(it.dialled->take_socket());
   CHECK(socket.send(it.self[1].fields(HandshakeType::kConfirm, 0), it.self[1].secret));
   CHECK_EQ(it.next(*it.accepted), Event::kNone);
   CHECK_EQ(it.accepted->take_failure()->why, std::string("a handshake was replayed"));

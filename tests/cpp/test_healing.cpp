@@ -182,9 +182,9 @@ void sweep(Trial trial) {
       std::fill(data.begin(), data.end(), -7.0F);  // what is sent again must not come from here
     }
     self.wait(self.group->barrier({}));
-    self.runtime->engine().connections().wait_until_whole(Deadline::after_ms(5000));
+    self.runtime->engine().healing().wait_until_whole(Deadline::after_ms(5000));
     made += cutter.cuts;
-    healed += self.runtime->engine().connections().healed();
+    healed += self.runtime->engine().healing().healed();
   });
   if (cuts_wanted() == 0)
     std::printf("     %s: %zu places, %llu bytes on a rank, the slowest took %.0f ms\n", trial.name, cuts.size(),
@@ -300,6 +300,6 @@ CASE("a rank that leaves is not dialled again, and one that heals says goodbye f
       all_reduce(self, data, none);
       self.group.reset();
       self.runtime->shut_down();
-      CHECK(!self.runtime->engine().connections().hold(1 - self.rank));
+      CHECK(!self.runtime->engine().healing().hold(1 - self.rank));
     });
 }

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "meet/peer_records.h"
+#include "meet/records.h"
 #include "testing.h"
 
 namespace ringdp::testing {

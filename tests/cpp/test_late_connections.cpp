@@ -6,7 +6,9 @@
 #include <thread>
 
 #include "job.h"
+#include "meet/connector.h"
 #include "meet/rendezvous.h"
+#include "transport/tcp.h"
 
 namespace ringdp::testing {
 namespace {
@@ -56,6 +58,35 @@ CASE("the overlay is symmetric, connected, small, and has the tree's edges") {
     if (world == 64) CHECK(most <= 16);
     if (world == 1000) CHECK(most <= 25);
   }
+}
+
+CASE("a connection that another rank asks for just before all are connected is made afterwards") {
+  int error_number = 0;
+  auto listener = TcpListener::try_bind("127.0.0.1", 0, 16, error_number);
+  REQUIRE(listener.has_value());
+  const SocketAddress address = listener->address();
+  const std::vector<std::byte> secret(32, std::byte{7});
+  const auto connector = [&](uint32_t rank) {
+    HandshakeFields mine;
+    mine.to = rank;
+    mine.world = 2;
+    return Connector(mine, secret, {0, 0});  // neither needs the other at the start
+  };
+  Connector low = connector(0), high = connector(1);
+  low.listener().listen_on([&] {
+    std::vector<TcpListener> listeners;
+    listeners.push_back(std::move(*listener));
+    return listeners;
+  }());
+  high.set_route(0, {.addresses = {address}, .left_out = {}}, false);
+  high.want(0);
+  high.note_met(0);
+  for (Deadline limit = Deadline::after_ms(5000); !(high.connected(0) && low.connected(1)) && !limit.expired();) {
+    high.step(1);
+    low.step(1);
+  }
+  CHECK(!high.take().empty());
+  CHECK(!low.take().empty());
 }
 
 CASE("every pair at once, again and again, in jobs that are new each time") {

@@ -49,19 +49,20 @@ std::byte byte_at(uint64_t i) { return static_cast<std::byte>((i * 2654435761ULL
 
 // Whether the channel's bell rings, or its peer is gone, within that time.
 bool rung(Channel& channel, int ms) {
-  pollfd descriptors[2] = {{channel.bell_fd(), POLLIN, 0}, {channel.poll_fd(), POLLRDHUP, 0}};
+  pollfd descriptors[2] = {{channel.direct()->bell_fd(), POLLIN, 0}, {channel.poll_fd(), POLLRDHUP, 0}};
   if (poll(descriptors, 2, ms) <= 0) return false;
   uint64_t times = 0;
-  if ((descriptors[0].revents & POLLIN) != 0) CHECK(read(channel.bell_fd(), &times, sizeof(times)) == sizeof(times));
+  if ((descriptors[0].revents & POLLIN) != 0)
+    CHECK(read(channel.direct()->bell_fd(), &times, sizeof(times)) == sizeof(times));
   return true;
 }
 
 void wait_for(Channel& channel, bool for_room) {
-  if (channel.before_sleep(for_room)) {
+  if (channel.direct()->before_sleep(for_room)) {
     CHECK(rung(channel, kBellMs));
-    channel.noticed();
+    channel.direct()->noticed();
   }
-  channel.after_sleep();
+  channel.direct()->after_sleep();
 }
 
 void send_stream(Channel& channel, uint64_t total, uint64_t seed) {
@@ -92,7 +93,7 @@ uint64_t receive_stream(Channel& channel, uint64_t total, uint64_t seed) {
   uint64_t at = 0, wrong = 0;
   while (at < total) {
     std::span<const std::byte> bytes;
-    IoStatus status = channel.peek(bytes);
+    IoStatus status = channel.direct()->peek(bytes);
     if (status == IoStatus::kWouldBlock) {
       wait_for(channel, false);
       continue;
@@ -101,7 +102,7 @@ uint64_t receive_stream(Channel& channel, uint64_t total, uint64_t seed) {
     std::size_t used = 1 + random() % bytes.size();
     for (std::size_t i = 0; i < used; ++i) wrong += bytes[i] != byte_at(at + i);
     at += used;
-    channel.consume(used);
+    channel.direct()->consume(used);
   }
   return wrong;
 }
@@ -111,8 +112,8 @@ IoStatus look(Channel& channel) {
   std::span<const std::byte> bytes;
   IoStatus status = IoStatus::kWouldBlock;
   for (int i = 0; i < 3 && status == IoStatus::kWouldBlock; ++i) {
-    channel.noticed();
-    status = channel.peek(bytes);
+    channel.direct()->noticed();
+    status = channel.direct()->peek(bytes);
   }
   return status;
 }
@@ -149,20 +150,20 @@ CASE("a full ring takes no more, and room is told to who waits for it only") {
   CHECK_EQ(ends.a->send({&piece, 1}).bytes, kRingBytes);
   CHECK(ends.a->send({&piece, 1}).status == IoStatus::kWouldBlock);
   CHECK(ends.a->drained());  // the peer can read it even when this side has gone
-  CHECK(ends.a->before_sleep(false));
+  CHECK(ends.a->direct()->before_sleep(false));
   std::span<const std::byte> there;
-  CHECK(ends.b->peek(there) == IoStatus::kOk);
+  CHECK(ends.b->direct()->peek(there) == IoStatus::kOk);
   CHECK_EQ(there.size(), kRingBytes);
-  ends.b->consume(64);
+  ends.b->direct()->consume(64);
   CHECK(!rung(*ends.a, 0));
-  ends.a->after_sleep();
-  CHECK(!ends.a->before_sleep(true));  // room was made meanwhile: no sleep
-  ends.a->after_sleep();
+  ends.a->direct()->after_sleep();
+  CHECK(!ends.a->direct()->before_sleep(true));  // room was made meanwhile: no sleep
+  ends.a->direct()->after_sleep();
   CHECK_EQ(ends.a->send({&piece, 1}).bytes, std::size_t{64});
-  CHECK(ends.a->before_sleep(true));
-  ends.b->consume(kRingBytes / 2 - 64);  // the ring is full but for these
+  CHECK(ends.a->direct()->before_sleep(true));
+  ends.b->direct()->consume(kRingBytes / 2 - 64);  // the ring is full but for these
   CHECK(!rung(*ends.a, 0));
-  ends.b->consume(64);
+  ends.b->direct()->consume(64);
   CHECK(rung(*ends.a, kBellMs));
 }
 
@@ -175,11 +176,11 @@ CASE("what was sent before a side ended is read, then the end is seen") {
     if (orderly) ends.a->close_send();
     ends.a.reset();  // its process has ended
     std::span<const std::byte> bytes;
-    ends.b->noticed();
-    CHECK(ends.b->peek(bytes) == IoStatus::kOk);
+    ends.b->direct()->noticed();
+    CHECK(ends.b->direct()->peek(bytes) == IoStatus::kOk);
     CHECK_EQ(bytes.size(), std::size_t{1});
     CHECK(rung(*ends.b, kBellMs));
-    ends.b->consume(1);
+    ends.b->direct()->consume(1);
     CHECK(look(*ends.b) == IoStatus::kClosed);
     CHECK(look(*ends.b) == IoStatus::kClosed);
     CHECK(ends.b->drained());
@@ -188,7 +189,7 @@ CASE("what was sent before a side ended is read, then the end is seen") {
 
 CASE("a sleeper hears at once that its peer has died") {
   Ends ends = make_ends();
-  CHECK(ends.b->before_sleep(false));
+  CHECK(ends.b->direct()->before_sleep(false));
   std::thread killer([&] { ends.a.reset(); });
   auto begin = Clock::now();
   CHECK(rung(*ends.b, kBellMs));
@@ -217,7 +218,7 @@ CASE("counters that make no sense break the channel and read nothing") {
   auto* counters = reinterpret_cast<std::atomic<uint64_t>*>(ends.memory->control());
   counters[0].store(kRingBytes + 1);
   std::span<const std::byte> bytes;
-  CHECK(ends.b->peek(bytes) == IoStatus::kBroken);
+  CHECK(ends.b->direct()->peek(bytes) == IoStatus::kBroken);
   Ends others = make_ends();
   std::vector<std::byte> full(kRingBytes);
   iovec piece{full.data(), full.size()};

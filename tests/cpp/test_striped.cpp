@@ -31,7 +31,7 @@ struct Wire {
   int error_number = 0;
 };
 
-class WireChannel final : public Channel {
+class WireChannel final : public Channel, private NetworkPath {
  public:
   WireChannel(std::shared_ptr<Wire> out, std::shared_ptr<Wire> in) : out_(std::move(out)), in_(std::move(in)) {
     std::array<int, 2> pair{};
@@ -73,6 +73,7 @@ class WireChannel final : public Channel {
   void close_send() override { out_->ended = true; }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return "wire"; }
+  NetworkPath* path() override { return this; }
 
   // A byte that the far end has taken: the descriptor says anew that there is room.
   void ring() {
@@ -156,7 +157,7 @@ CASE(
 }
 
 // Nothing arrives on it for a while, or so much, as its system says.
-class HeldUpChannel final : public Channel {
+class HeldUpChannel final : public Channel, private NetworkPath {
  public:
   HeldUpChannel(int64_t held_up_ms, std::shared_ptr<uint64_t> arrived)
       : held_up_ms_(held_up_ms), arrived_(std::move(arrived)), fd_(eventfd(0, EFD_CLOEXEC)) {}
@@ -166,11 +167,13 @@ class HeldUpChannel final : public Channel {
   bool drained() override { return true; }
   void close_send() override {}
   int poll_fd() const override { return fd_.get(); }
-  HeldUp held_up() override { return {held_up_ms_, 1448}; }
-  std::optional<Carried> carried() const override { return Carried{.bytes = *arrived_}; }
+  NetworkPath* path() override { return this; }
   std::string describe() const override { return "held up"; }
 
  private:
+  HeldUp held_up() override { return {held_up_ms_, 1448}; }
+  std::optional<Carried> carried() const override { return Carried{.bytes = *arrived_}; }
+
   const int64_t held_up_ms_;
   std::shared_ptr<uint64_t> arrived_;
   Fd fd_;
@@ -184,7 +187,7 @@ CASE("a socket of which nothing arrives is unlucky as long as much arrives on th
     sockets.push_back(std::make_unique<HeldUpChannel>(0, arrived));
     const auto channel = make_striped_channel(std::move(sockets));
     *arrived = 100'000;
-    const int64_t said_ms = channel->held_up().ms;
+    const int64_t said_ms = channel->path()->held_up().ms;
     if (ms < 15'000) CHECK(said_ms < 4'000);
     if (ms > 15'000) CHECK_EQ(said_ms, ms);
   }
@@ -218,7 +221,8 @@ CASE("bytes arrive in order however the sockets overtake each other, whole or cu
       const IoResult result = take(*pair.b, received, 1 + random() % 20'000);
       REQUIRE(result.status == IoStatus::kOk || result.status == IoStatus::kWouldBlock);
       for (WireChannel* it : pair.sockets_of_a) it->ring();
-      pair.a->noticed();
+      std::vector<std::byte> none;
+      REQUIRE(take(*pair.a, none, 1).status == IoStatus::kWouldBlock);  // finds the room
     }
     CHECK(received == sent);
   }
@@ -244,7 +248,7 @@ CASE("a socket that must wait for others lets the driver rest; what is here and 
   Poller poller;
   poller.add(pair.b->poll_fd(), 0);
   const auto rests = [&] {
-    pair.b->noticed();
+    (void)pair.b->drained();  // looks for room
     return poller.wait(0).empty();
   };
   const auto sent = pattern(400'000);

@@ -1,18 +1,63 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
+#include <thread>
 
 #include "base/bytes.h"
 #include "base/error.h"
 #include "engine/completion.h"
-#include "engine/connections.h"
 
 namespace ringdp {
 namespace {
 
 constexpr int kInterruptMs = 100;
 constexpr int64_t kGoodbyeMs = 1000;
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kUnread{400};  // an idle engine looks at its links four times a second
+constexpr milliseconds kUnsent{1000};
+
+milliseconds patience_with(Link& link, int64_t heal_ms) {
+  if (link.healing()) return milliseconds(heal_ms);
+  return link.has_outgoing() || !link.drained() ? kUnsent : link.repair().possible() ? kUnread : milliseconds(0);
+}
+
+void say_goodbye(PeerLinks& links, const std::string& reason) {
+  for (auto& link : links.all())
+    if (link) link->send_bye(reason);  // a rank without a connection sees that nothing listens here
+  links.send_all();
+}
+
+// Whether every peer has read the goodbye and all bytes before it, or has ended. It does not wait long for a peer whose
+// connection is intact and whose host has acknowledged all bytes, since it may be stopped. `heal_ms`: how long
+// replacing a connection may take.
+bool parted(const PeerLinks& links, Clock::time_point since, int64_t heal_ms) {
+  const auto waited = Clock::now() - since;
+  const auto all = links.all();
+  return std::all_of(all.begin(), all.end(), [&](auto& link) {
+    if (!link || !link->usable() || (!link->connected() && !link->healing())) return true;
+    return waited >= patience_with(*link, heal_ms);
+  });
+}
+
+// Returns at the deadline at the latest.
+void end_connections(PeerLinks& links, Deadline deadline) {
+  // A peer that does not read must not keep this rank from leaving.
+  while (links.anything_outgoing() && !deadline.expired())
+    if (!links.send_all()) std::this_thread::sleep_for(milliseconds(1));
+  for (auto& link : links.all()) {
+    if (!link || !link->connected()) continue;
+    links.guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kEagerWindowBytes); });
+    if (link->connected()) link->channel().close_send();
+  }
+  const auto all = links.all();
+  auto drained = [](auto& link) { return !link || link->drained(); };
+  while (!std::all_of(all.begin(), all.end(), drained) && !deadline.expired())
+    std::this_thread::sleep_for(milliseconds(1));
+}
 
 void check_usable(const DriverRole& role) RINGDP_REQUIRES(role.mutex()) {
   if (role.closed()) throw Error(ErrorKind::kState, "this process group was shut down");
@@ -49,7 +94,6 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
             diagnosis_.note_failure(group.id, error, cause);
           }),
       healing_(role_, links_, failures_, notices_, options_),
-      connections_(role_, links_, failures_, healing_),
       stalls_(role_, groups_, threads_, links_, notices_, diagnosis_, options_.stall_notice_ms),
       copies_(role_, groups_, failures_, completions_,
               [this](GroupState& group, InFlight& it) { progress_.start(group, it); }),
@@ -256,8 +300,8 @@ std::exception_ptr Engine::failure_of(uint64_t id) const {
   return group ? groups_.failure_of(*group) : nullptr;
 }
 
-std::map<int, Channel::Carried> Engine::carried() {
-  std::map<int, Channel::Carried> found;
+std::map<int, NetworkPath::Carried> Engine::carried() {
+  std::map<int, NetworkPath::Carried> found;
   if (fork_generation() == generation_) role_.run([&] { found = carried_by(links_); });
   return found;
 }

@@ -19,7 +19,6 @@
 #include "base/fd.h"
 #include "collective/operation.h"
 #include "engine/completion.h"
-#include "engine/connections.h"
 #include "engine/diagnosis.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
@@ -45,10 +44,10 @@ Error forked_error();
 
 class Engine {
  public:
-  // Peers without a channel are connected later: see `connections`.
+  // Peers without a channel are connected later: see `healing`.
   Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options);
 
-  Connections& connections() { return connections_; }
+  Healing& healing() { return healing_; }  // for the thread that makes connections
 
   // Returns the group's number on the wire, made from `key`, which is the same on all members, and from the number of
   // earlier groups of that key, so that frames of a destroyed group never reach a new group with the same members.
@@ -102,7 +101,7 @@ class Engine {
 
   Link::Traffic traffic() const { return links_.traffic(); }
   uint64_t bytes_sent_to(int peer) const { return links_.bytes_sent_to(peer); }
-  std::map<int, Channel::Carried> carried();  // see PeerLinks; empty after the shutdown
+  std::map<int, NetworkPath::Carried> carried();  // see PeerLinks; empty after the shutdown
   const PeerInfo& peer(int rank) const { return links_.peers().info(rank); }
   int rank() const { return links_.peers().rank(); }
   int world() const { return links_.peers().world(); }
@@ -125,7 +124,6 @@ class Engine {
   PeerLinks links_;
   FailureAgreement failures_;
   Healing healing_;
-  Connections connections_;
   StallMonitor stalls_;
   StagedCopies copies_;
   Progress progress_;

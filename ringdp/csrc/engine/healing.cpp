@@ -1,6 +1,7 @@
 #include "engine/healing.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 namespace ringdp {
@@ -11,7 +12,7 @@ constexpr auto kOftenWithin = std::chrono::seconds(60);
 
 }  // namespace
 
-Healing::Healing(const DriverRole& role, PeerLinks& links, FailureAgreement& failures, NoticeBoard& notices,
+Healing::Healing(DriverRole& role, PeerLinks& links, FailureAgreement& failures, NoticeBoard& notices,
                  const EngineOptions& options)
     : role_(role),
       links_(links),
@@ -30,47 +31,89 @@ void Healing::on_broken(int peer, const Error& error) {
 
 void Healing::on_silent(int peer) { options_.heal_connection(peer, false); }
 
+void Healing::run(int peer, const std::function<void(Link& link, Case& it)>& step) {
+  role_.run([&] {
+    role_.assert_held();
+    {
+      MutexLock lock(role_.mutex());
+      if (role_.closed()) return;
+    }
+    step(*links_[peer], cases_[static_cast<std::size_t>(peer)]);
+  });
+}
+
+void Healing::connect(int peer, std::unique_ptr<Channel> channel, bool checksums) {
+  run(peer, [&](Link& link, Case&) {
+    // no longer wanted: the peer sees the end of this connection
+    if (!link.connected() && link.usable()) links_.connect(peer, std::move(channel), checksums);
+  });
+}
+
+void Healing::cannot_connect(int peer, const Error& error, bool gone) {
+  run(peer, [&](Link& link, Case&) {
+    role_.assert_held();
+    if (link.connected() || !link.usable()) return;
+    if (link.healing()) return lose(peer, error.context().cause);
+    failures_.on_unreachable(peer, error, gone);
+    failures_.report();
+  });
+}
+
 bool Healing::hold(int peer) {
-  role_.assert_held();
-  Link& link = *links_[peer];
-  if (!link.repair().possible()) return false;
-  link.repair().hold();
-  Case& it = cases_[static_cast<std::size_t>(peer)];
-  if (it.error) return true;
-  ErrorContext context;
-  links_.peers().self().fill_self(context);
-  links_.peers().info(peer).fill_peer(context);
-  context.cause = "the connection broke";
-  context.advice = "look at that rank's own log, and at the network between the two hosts";
-  it.error = Error(ErrorKind::kPeerLost, links_.peers().info(peer).text() + ": " + context.cause, context);
-  return true;
+  bool held = false;
+  run(peer, [&](Link& link, Case& it) {
+    held = link.repair().possible();
+    if (!held) return;
+    link.repair().hold();
+    if (it.error) return;
+    ErrorContext context;
+    links_.peers().self().fill_self(context);
+    links_.peers().info(peer).fill_peer(context);
+    context.cause = "the connection broke";
+    context.advice = "look at that rank's own log, and at the network between the two hosts";
+    it.error = Error(ErrorKind::kPeerLost, links_.peers().info(peer).text() + ": " + context.cause, context);
+  });
+  return held;
 }
 
 std::optional<uint64_t> Healing::settle(int peer) {
-  role_.assert_held();
-  Link& link = *links_[peer];
-  if (!link.repair().possible() || !link.healing()) return std::nullopt;
-  links_.guarded(peer, [](Link& it) {
-    it.repair().drain();
-    return true;
+  std::optional<uint64_t> taken;
+  run(peer, [&](Link& link, Case&) {
+    if (!link.repair().possible() || !link.healing()) return;
+    links_.guarded(peer, [](Link& it) {
+      it.repair().drain();
+      return true;
+    });
+    failures_.report();
+    if (!link.usable()) return;  // the goodbye was read, or the bytes were damaged
+    links_.interrupt(peer);
+    taken = link.repair().frames_taken();
   });
-  failures_.report();
-  if (!link.usable()) return std::nullopt;  // the goodbye was read, or the bytes were damaged
-  links_.interrupt(peer);
-  return link.repair().frames_taken();
+  return taken;
 }
 
 void Healing::resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
-  role_.assert_held();
-  Link& link = *links_[peer];
-  // the peer sees the end of this channel
-  if (!link.repair().possible() || !link.healing() || link.connected()) return;
-  const int64_t took_ms = link.broken_for_ms();
-  std::optional<Error>& error = cases_[static_cast<std::size_t>(peer)].error;
-  const auto before = std::exchange(error, std::nullopt);  // it may break again at once
-  if (links_.resume(peer, std::move(channel), taken)) return note(peer, took_ms);
-  error = before;
-  give_up(peer, "it lacks frames that its host, or a proxy on the way, had acknowledged");
+  run(peer, [&](Link& link, Case& it) {
+    role_.assert_held();
+    // the peer sees the end of this channel
+    if (!link.repair().possible() || !link.healing() || link.connected()) return;
+    const int64_t took_ms = link.broken_for_ms();
+    const auto before = std::exchange(it.error, std::nullopt);  // it may break again at once
+    if (links_.resume(peer, std::move(channel), taken)) return note(peer, took_ms);
+    it.error = before;
+    lose(peer, "it lacks frames that its host, or a proxy on the way, had acknowledged");
+  });
+}
+
+void Healing::add_stream(int peer, Fd socket) {
+  run(peer, [&](Link& link, Case&) { link.repair().add_stream(std::move(socket)); });
+}
+
+void Healing::give_up(int peer, const std::string& why) {
+  run(peer, [&](Link&, Case&) {
+    role_.assert_held();
+    lose(peer, why);
+  });
 }
 
 void Healing::note(int peer, int64_t took_ms) {
@@ -91,8 +134,7 @@ void Healing::note(int peer, int64_t took_ms) {
                     " times within a minute, and was made again each time: look at the network between them");
 }
 
-void Healing::give_up(int peer, const std::string& why) {
-  role_.assert_held();
+void Healing::lose(int peer, const std::string& why) {
   const Link& link = *links_[peer];
   auto error = std::exchange(cases_[static_cast<std::size_t>(peer)].error, std::nullopt);
   if (link.broken() || link.departed() || !error) return;
@@ -106,16 +148,24 @@ void Healing::give_up(int peer, const std::string& why) {
   failures_.report();
 }
 
-bool Healing::any() const {
-  role_.assert_held();
-  const auto links = links_.all();
-  return std::any_of(links.begin(), links.end(),
-                     [](const auto& link) { return link && link->usable() && link->healing(); });
+void Healing::wait_until_whole(Deadline deadline) {
+  for (bool heals = true; heals && !deadline.expired();) {
+    role_.run([&] {
+      const auto links = links_.all();
+      heals = std::any_of(links.begin(), links.end(),
+                          [](const auto& link) { return link && link->usable() && link->healing(); });
+    });
+    if (heals) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
 }
 
-uint64_t Healing::healed() const {
-  role_.assert_held();
-  return healed_;
+uint64_t Healing::healed() {
+  uint64_t count = 0;
+  role_.run([&] {
+    role_.assert_held();
+    count = healed_;
+  });
+  return count;
 }
 
 }  // namespace ringdp

@@ -1,11 +1,14 @@
-// Healing: the engine's side of replacing a broken connection. The link waits while the connecting thread makes
-// another connection (meet/redialler.h) and calls the steps here; the peer is lost if there is none in time, or at
-// once if its process has ended. Owned by the Engine. Used by the thread that drives: called by PeerLinks and by
-// Connections.
+// Healing: the engine's side of ConnectionThread: it takes first connections, and decides between healing and losing.
+// A link whose connection has broken waits while that thread makes another one and calls the steps here
+// (meet/redialler.h); the peer is lost if there is none in time, or at once if its process has ended. Invariant: the
+// error of a broken connection is kept until it is replaced or its peer is lost. Owned by the Engine. PeerLinks calls
+// it on the thread that drives; what is of a ConnectionUser is for any other thread: it runs while no thread drives,
+// and does nothing once the engine is closed.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,25 +21,30 @@
 #include "engine/failure_agreement.h"
 #include "engine/notices.h"
 #include "engine/peer_links.h"
+#include "meet/redialler.h"
 
 namespace ringdp {
 
-class Healing {
+class Healing final : public ConnectionUser {
  public:
-  Healing(const DriverRole& role, PeerLinks& links, FailureAgreement& failures, NoticeBoard& notices,
+  Healing(DriverRole& role, PeerLinks& links, FailureAgreement& failures, NoticeBoard& notices,
           const EngineOptions& options);
 
+  // By the driver.
   void on_broken(int peer, const Error& error);
   void on_silent(int peer);
 
-  // The steps, see LinkRepair. False or nullopt: there is no connection to that peer that could be replaced.
-  bool hold(int peer);
-  std::optional<uint64_t> settle(int peer);  // how many frames have come in all from a peer that has called `hold`
-  void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken);
-  void give_up(int peer, const std::string& why);  // empty: its process has ended
+  void connect(int peer, std::unique_ptr<Channel> channel, bool checksums) override;
+  void cannot_connect(int peer, const Error& error, bool gone) override;
+  bool hold(int peer) override;
+  std::optional<uint64_t> settle(int peer) override;
+  void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) override;
+  void add_stream(int peer, Fd socket) override;
+  void give_up(int peer, const std::string& why) override;
+  void notice(LogLevel level, const std::string& line) override { notices_.post(level, line); }
 
-  bool any() const;         // a connection heals
-  uint64_t healed() const;  // how often one has
+  void wait_until_whole(Deadline deadline);  // no connection heals any more
+  uint64_t healed();                         // how often one has
 
  private:
   struct Case {
@@ -45,9 +53,12 @@ class Healing {
     Clock::time_point warned_at{};
   };
 
+  // Runs `step` with the link to that peer while no thread drives, unless the engine is closed.
+  void run(int peer, const std::function<void(Link& link, Case& it)>& step);
+  void lose(int peer, const std::string& why) RINGDP_REQUIRES(role_);
   void note(int peer, int64_t took_ms) RINGDP_REQUIRES(role_);
 
-  const DriverRole& role_;
+  DriverRole& role_;
   PeerLinks& links_;
   FailureAgreement& failures_;
   NoticeBoard& notices_;

@@ -6,20 +6,26 @@
 
 namespace ringdp {
 
-void ChannelWatch::add(const Channel& channel, int peer) {
+namespace {
+
+int bell_of(Channel& channel) { return channel.direct() != nullptr ? channel.direct()->bell_fd() : -1; }
+
+}  // namespace
+
+void ChannelWatch::add(Channel& channel, int peer) {
   writing_[static_cast<std::size_t>(peer)] = 0;
   poller_.add(channel.poll_fd(), static_cast<uint32_t>(peer));
-  if (int bell = channel.bell_fd(); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
+  if (const int bell = bell_of(channel); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
 }
 
-void ChannelWatch::remove(const Channel& channel) {
+void ChannelWatch::remove(Channel& channel) {
   poller_.remove(channel.poll_fd());
-  if (channel.bell_fd() >= 0) poller_.remove(channel.bell_fd());
+  if (const int bell = bell_of(channel); bell >= 0) poller_.remove(bell);
 }
 
 void ChannelWatch::follow(std::span<const std::unique_ptr<Link>> links) {
   for (const auto& link : links) {
-    if (!link || link->direct() || !link->connected() || link->departed()) continue;
+    if (!link || link->direct() != nullptr || !link->connected() || link->departed()) continue;
     int peer = link->peer().rank;
     if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
     writing_[peer] = link->wants_write();
@@ -60,9 +66,10 @@ PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions&
 
 std::unique_ptr<Channel> PeerLinks::adopt(std::unique_ptr<Channel> channel, int peer) {
   watch_.add(*channel, peer);
-  if (limiter_ && !channel->direct()) channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
+  if (limiter_ && channel->direct() == nullptr)
+    channel = std::make_unique<LimitedChannel>(std::move(channel), *limiter_);
   if (wrap_channel_) channel = wrap_channel_(std::move(channel), peer);
-  some_streams_ |= !channel->direct();
+  some_streams_ |= channel->direct() == nullptr;
   return channel;
 }
 
@@ -126,7 +133,7 @@ bool PeerLinks::pump() {
     const std::size_t place = first + i < links_.size() ? first + i : first + i - links_.size();
     auto& link = links_[place];
     if (!link || link->broken() || link->departed()) continue;
-    bool ask = few || link->direct();
+    bool ask = few || link->direct() != nullptr;
     if (link->has_outgoing() && (ask || !link->wants_write())) {
       bool sent = send_to(link->peer().rank);
       if (sent && limiter_) first_ = (place + 1) % links_.size();
@@ -149,7 +156,7 @@ bool PeerLinks::serve(const std::vector<Poller::Event>& events) {
     if (event.readable)
       moved |= guarded(peer, [](Link& it) {
         if (!it.connected()) return false;  // that channel was destroyed
-        it.channel().noticed();
+        if (it.direct() != nullptr) it.direct()->noticed();
         return it.pump_receive(kReceiveBudgetBytes);
       });
     const Link& link = *(*this)[peer];
@@ -182,8 +189,8 @@ bool PeerLinks::before_sleep() {
   watch_.follow(links_);
   bool quiet = true;
   for (auto& link : all()) {
-    if (!link || !link->direct() || link->broken() || link->departed()) continue;
-    if (link->channel().before_sleep(link->wants_write())) continue;
+    if (!link || link->direct() == nullptr || link->broken() || link->departed()) continue;
+    if (link->direct()->before_sleep(link->wants_write())) continue;
     quiet = false;
     guarded(link->peer().rank, [](Link& it) { return it.pump_receive(kReceiveBudgetBytes); });
   }
@@ -192,7 +199,7 @@ bool PeerLinks::before_sleep() {
 
 void PeerLinks::after_sleep() {
   for (auto& link : all())
-    if (link && link->direct() && !link->broken()) link->channel().after_sleep();
+    if (link && link->direct() != nullptr) link->direct()->after_sleep();
 }
 
 Clock::time_point PeerLinks::next_send() const {
@@ -244,11 +251,11 @@ uint64_t PeerLinks::bytes_sent_to(int peer) const {
   return link ? link->traffic().sent : 0;
 }
 
-std::map<int, Channel::Carried> carried_by(const PeerLinks& links) {
-  std::map<int, Channel::Carried> found;
+std::map<int, NetworkPath::Carried> carried_by(const PeerLinks& links) {
+  std::map<int, NetworkPath::Carried> found;
   for (const auto& link : links.all())
-    if (link && link->connected() && link->usable())
-      if (const auto carried = link->channel().carried()) found[link->peer().rank] = *carried;
+    if (link && link->path() != nullptr && link->usable())
+      if (const auto carried = link->path()->carried()) found[link->peer().rank] = *carried;
   return found;
 }
 
@@ -256,8 +263,8 @@ std::string slow_paths_text(const PeerLinks& links, const std::vector<int>& peer
   std::string out;
   for (int peer : peers) {
     const Link* link = links[peer];
-    if (link == nullptr || !link->usable() || !link->connected()) continue;
-    if (const std::string text = link->channel().slowed_by(); !text.empty())
+    if (link == nullptr || !link->usable() || link->path() == nullptr) continue;
+    if (const std::string text = link->path()->slowed_by(); !text.empty())
       out += "; to rank " + std::to_string(peer) + ": " + text;
   }
   return out;

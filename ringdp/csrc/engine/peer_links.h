@@ -48,8 +48,8 @@ class ChannelWatch {
  public:
   ChannelWatch(Poller& poller, std::size_t peers) : poller_(poller), writing_(peers, 0) {}
 
-  void add(const Channel& channel, int peer);
-  void remove(const Channel& channel);
+  void add(Channel& channel, int peer);
+  void remove(Channel& channel);
   // `links` by place in the world: from now on polls exactly the full ones for room to write.
   void follow(std::span<const std::unique_ptr<Link>> links);
   const std::vector<Poller::Event>& look() { return poller_.wait(0); }  // without sleeping
@@ -137,7 +137,7 @@ class PeerLinks {
 };
 
 // By place in the world, for peers over TCP. By the driver.
-std::map<int, Channel::Carried> carried_by(const PeerLinks& links);
+std::map<int, NetworkPath::Carried> carried_by(const PeerLinks& links);
 
 // System settings that make paths to these peers slow; usually empty. By the driver.
 std::string slow_paths_text(const PeerLinks& links, const std::vector<int>& peers);

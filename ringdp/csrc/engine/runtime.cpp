@@ -68,37 +68,13 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
   engine_ = std::make_shared<Engine>(rank, std::move(peers), std::move(options));
   try {
     communication_ = start_thread("ringdp-comm", [engine = engine_] { engine->run_communication_thread(); });
-    if (connecting_) start_connecting(heal_ms);
+    if (connecting_) connecting_->start(engine_->healing(), heal_ms);  // stopped before the engine is destroyed
     completion_ = start_thread("ringdp-done", [engine = engine_] { engine->completions().run(); });
   } catch (const Error& error) {
     engine_->set_farewell(std::string("it ") + error.what());
     shut_down();
     throw;
   }
-}
-
-void Runtime::start_connecting(int64_t heal_ms) {
-  ConnectionThread::Events events;
-  events.connected = [engine = engine_](int peer, std::unique_ptr<Channel> channel, bool checksums) {
-    engine->connections().connect(peer, std::move(channel), checksums);
-  };
-  events.failed = [engine = engine_](int peer, const Error& error, bool gone) {
-    engine->connections().cannot_connect(peer, error, gone);
-  };
-  events.notice = [engine = engine_](LogLevel level, const std::string& line) { engine->notices().post(level, line); };
-  events.heal_ms = heal_ms;
-  events.hold = [engine = engine_](int peer) { return engine->connections().hold(peer); };
-  events.settle = [engine = engine_](int peer) { return engine->connections().settle(peer); };
-  events.resume = [engine = engine_](int peer, std::unique_ptr<Channel> channel, uint64_t taken) {
-    engine->connections().resume(peer, std::move(channel), taken);
-  };
-  events.add_stream = [engine = engine_](int peer, Fd socket) {
-    engine->connections().add_stream(peer, std::move(socket));
-  };
-  events.not_healed = [engine = engine_](int peer, const std::string& why) {
-    engine->connections().not_healed(peer, why);
-  };
-  connecting_->start(std::move(events));
 }
 
 Runtime::~Runtime() {

@@ -44,8 +44,6 @@ class Runtime {
   bool ended() const { return ended_; }
 
  private:
-  void start_connecting(int64_t heal_ms);
-
   std::shared_ptr<Engine> engine_;                // also held by the threads and by works still waited for
   std::shared_ptr<ConnectionThread> connecting_;  // null if no connection is missing and none can break
   std::unique_ptr<std::thread> communication_;

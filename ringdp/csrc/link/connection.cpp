@@ -3,13 +3,15 @@
 #include <cerrno>
 #include <utility>
 
+#include "transport/tcp_watch.h"
+
 namespace ringdp {
 namespace {
 
 constexpr int64_t kHeldUpAtEndMs = 2000;  // where the other end has closed the connection
 
 // Small packets may be lost as well: their acknowledgements travel in the peer's large packets.
-std::string held_up_text(const Channel::HeldUp& held_up, const char* otherwise, const Channel& channel) {
+std::string held_up_text(const NetworkPath::HeldUp& held_up, const char* otherwise, const Channel& channel) {
   return "the path to it does not pass large packets, or drops those of this connection: none with up to " +
          std::to_string(held_up.packet_bytes) + " bytes has arrived for " + std::to_string(held_up.ms) + " ms, " +
          otherwise + " (" + channel.describe() + ")";
@@ -46,9 +48,10 @@ Connection::Connection(PeerInfo self, PeerInfo peer) : self_(std::move(self)), p
 void Connection::open(std::unique_ptr<Channel> channel, bool late) {
   channel_ = std::move(channel);
   direct_ = channel_->direct();
+  path_ = channel_->path();
   late_ = late;
   broken_at_.reset();
-  if (silence_ms_ > 0) channel_->watch_host(silence_ms_);
+  if (path_ != nullptr && silence_ms_ > 0) path_->watch_host(silence_ms_);
 }
 
 void Connection::hold() {
@@ -57,7 +60,7 @@ void Connection::hold() {
 
 void Connection::interrupt() {
   hold();
-  channel_.reset();
+  destroy_channel();
 }
 
 int64_t Connection::broken_for_ms() const {
@@ -66,20 +69,26 @@ int64_t Connection::broken_for_ms() const {
 
 void Connection::close() {
   broken_ = true;
+  destroy_channel();
+}
+
+void Connection::destroy_channel() {
+  direct_ = nullptr;
+  path_ = nullptr;
   channel_.reset();
 }
 
 void Connection::watch_host(int64_t silence_ms) {
   silence_ms_ = silence_ms;
-  if (connected()) channel_->watch_host(silence_ms);
+  if (path_ != nullptr) path_->watch_host(silence_ms);
 }
 
 void Connection::check_host() {
-  if (!usable() || !connected() || healing() || silence_ms_ == 0) return;
-  if (channel_->host_silence_ms() >= silence_ms_)
+  if (!usable() || path_ == nullptr || healing() || silence_ms_ == 0) return;
+  if (path_->host_silence_ms() >= silence_ms_)
     fail(ErrorKind::kPeerLost, "its host has not answered for " + std::to_string(silence_ms_) + " ms",
          "look whether that host is up and the network between reaches it");
-  const Channel::HeldUp held_up = channel_->held_up();
+  const NetworkPath::HeldUp held_up = path_->held_up();
   if (held_up.ms >= silence_ms_)
     fail(ErrorKind::kPeerLost, held_up_text(held_up, "though its host answers", *channel_), kLargePacketsAdvice);
 }
@@ -101,7 +110,8 @@ void Connection::fail_closed(int error_number) const {
   }
   // The other end may have found it first.
   const bool ended = error_number == 0 || error_number == ECONNRESET;
-  const Channel::HeldUp held_up = ended && !healing() ? channel_->held_up() : Channel::HeldUp{};
+  const NetworkPath::HeldUp held_up =
+      path_ != nullptr && ended && !healing() ? path_->held_up() : NetworkPath::HeldUp{};
   const bool held = held_up.ms >= kHeldUpAtEndMs;
   const std::string what = held                ? held_up_text(held_up, "and it gave this connection up", *channel_)
                            : error_number == 0 ? "the connection ended without a goodbye"

@@ -52,7 +52,6 @@ class Connection {
   const PeerInfo& peer() const { return peer_; }
 
   bool connected() const { return channel_ != nullptr; }
-  bool direct() const { return direct_; }  // see Channel
   bool departed() const { return departed_; }
   bool broken() const { return broken_; }
   bool damaged() const { return damaged_; }  // corrupted bytes arrived: the rest is discarded unread
@@ -60,6 +59,9 @@ class Connection {
   bool drained() const { return !connected() || channel_->drained(); }
   bool made_late() const { return late_; }  // after the rendezvous
   Channel& channel() const { return *channel_; }
+  // Parts of the channel, if it has them; null without a channel.
+  DirectReader* direct() const { return direct_; }
+  NetworkPath* path() const { return path_; }
 
   // It has broken, or is being replaced: nothing is sent, but bytes in flight on the old channel are read.
   bool healing() const { return broken_at_.has_value(); }
@@ -76,7 +78,7 @@ class Connection {
   // From now on a silent host of the peer is an error within about that time, if `check_host` is called at intervals.
   void watch_host(int64_t silence_ms);
   void check_host();
-  int64_t host_silence_ms() const { return connected() ? channel_->host_silence_ms() : 0; }
+  int64_t host_silence_ms() const { return path_ != nullptr ? path_->host_silence_ms() : 0; }
 
   [[noreturn]] void fail(ErrorKind kind, const std::string& what, const std::string& advice) const;
   [[noreturn]] void fail_damaged(const std::string& what);
@@ -85,10 +87,13 @@ class Connection {
   [[noreturn]] void fail_closed(int error_number) const;
 
  private:
+  void destroy_channel();
+
   const PeerInfo self_;
   const PeerInfo peer_;
   std::unique_ptr<Channel> channel_;
-  bool direct_ = false;
+  DirectReader* direct_ = nullptr;  // these are kept because the driver asks for them all the time
+  NetworkPath* path_ = nullptr;
   bool late_ = false;
   bool departed_ = false;
   bool broken_ = false;

@@ -26,7 +26,6 @@ void LinkRepair::stop_sending() {
 
 void LinkRepair::drain() {
   while (connection_.connected() && connection_.usable() && has_more(connection_.channel())) {
-    connection_.channel().noticed();  // its descriptor may be readable for room only
     if (!receiver_.pump(kDrainBytes)) return;
   }
 }
@@ -43,8 +42,8 @@ bool LinkRepair::resume(std::unique_ptr<Channel> channel, uint64_t taken) {
 }
 
 void LinkRepair::add_stream(Fd socket) {
-  if (connection_.connected() && connection_.usable() && !connection_.healing())
-    connection_.channel().add_stream(std::move(socket));
+  if (connection_.path() != nullptr && connection_.usable() && !connection_.healing())
+    connection_.path()->add_stream(std::move(socket));
 }
 
 namespace {
@@ -118,7 +117,7 @@ void Link::send_pong(uint64_t group, uint64_t sequence, const std::string& answe
 // If the peer has ended, its last frames explain why. If it still sends, the bytes that this kernel acknowledges must
 // be read.
 void Link::on_send_failed(int error_number) {
-  if (!direct()) repair_.drain();
+  if (direct() == nullptr) repair_.drain();
   while (!departed() && receiver_.pump(kLastFramesBytes)) {
   }
   if (departed()) return;

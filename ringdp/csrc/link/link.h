@@ -31,7 +31,8 @@ class LinkRepair {
 
   // Whether its connection is replaced when it breaks. Shared memory does not break.
   bool possible() const {
-    return on_ && connection_.usable() && (connection_.connected() || connection_.healing()) && !connection_.direct();
+    return on_ && connection_.usable() && (connection_.connected() || connection_.healing()) &&
+           connection_.direct() == nullptr;
   }
   void hold() { connection_.hold(); }  // from now on this channel sends nothing, and no sent frame is dropped
   // closes the sending side: the peer sees the end, and what it still sends is read
@@ -83,10 +84,8 @@ class Link : public Connection {
   bool pump_send() { return sender_.pump(); }
   bool pump_receive(std::size_t budget_bytes) { return receiver_.pump(budget_bytes); }
 
-  bool wants_write() const {  // it is full: poll for room
-    return sender_.blocked() && !healing() && !channel().held_back();
-  }
-  bool held_back() const { return has_outgoing() && channel().held_back(); }         // do not poll: retry after a delay
+  bool wants_write() const { return sender_.blocked() && !healing(); }               // it is full: poll for room
+  bool held_back() const { return has_outgoing() && sender_.held_back(); }           // do not poll: retry after a delay
   Clock::time_point next_bulk() { return sender_.window().bulk_rate().wakes_at(); }  // when a frame may go that waits
   bool has_outgoing() const { return sender_.has_outgoing(); }                       // frames or sendable flows wait
   bool expects() const { return incoming_.any() || sender_.has_flows(); }            // bytes, or grants

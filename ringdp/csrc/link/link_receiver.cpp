@@ -18,8 +18,8 @@ constexpr std::size_t kDirectStretchBytes = 64 * 1024;  // consumed before the s
 }  // namespace
 
 void LinkReceiver::opened(bool checksums) {
-  check_ = FrameCheck(checksums && !connection_.direct());
-  stage_.resize(connection_.direct() ? 0 : kStageBytes);
+  check_ = FrameCheck(checksums && connection_.direct() == nullptr);
+  stage_.resize(connection_.direct() != nullptr ? 0 : kStageBytes);
 }
 
 void LinkReceiver::interrupted() {
@@ -42,7 +42,7 @@ void LinkReceiver::detach(RecvFlow& flow) {
 bool LinkReceiver::pump(std::size_t budget_bytes) {
   if (!connection_.connected()) return false;
   if (connection_.damaged()) return throw_away();
-  return connection_.direct() ? pump_direct(budget_bytes) : pump_stream(budget_bytes);
+  return connection_.direct() != nullptr ? pump_direct(budget_bytes) : pump_stream(budget_bytes);
 }
 
 bool LinkReceiver::pump_stream(std::size_t budget_bytes) {
@@ -128,7 +128,7 @@ bool LinkReceiver::pump_direct(std::size_t budget_bytes) {
   std::size_t moved = 0;
   while (!connection_.broken() && !connection_.departed() && moved < budget_bytes) {
     std::span<const std::byte> bytes;
-    IoStatus status = connection_.channel().peek(bytes);
+    IoStatus status = connection_.direct()->peek(bytes);
     if (status == IoStatus::kWouldBlock) break;
     if (status != IoStatus::kOk) {
       on_closed(status == IoStatus::kClosed ? 0 : EPROTO);
@@ -138,7 +138,7 @@ bool LinkReceiver::pump_direct(std::size_t budget_bytes) {
     if (used == 0) break;
     moved += used;
     bytes_received_.fetch_add(used, std::memory_order_relaxed);
-    connection_.channel().consume(used);
+    connection_.direct()->consume(used);
   }
   return moved > 0;
 }
@@ -156,9 +156,9 @@ std::size_t LinkReceiver::take_direct(std::span<const std::byte> bytes) {
       continue;
     }
     const FrameHeader& header = *current_;
-    std::size_t length = header.length, whole = length + Channel::padding_of(length);
+    std::size_t length = header.length, whole = length + DirectReader::padding_of(length);
     std::size_t part = std::min({rest, whole - target_filled_, kDirectStretchBytes});
-    if (part < whole - target_filled_) part -= part % Channel::kDirectAlignment;
+    if (part < whole - target_filled_) part -= part % DirectReader::kAlignment;
     if (part == 0) break;
     std::size_t payload = target_filled_ < length ? std::min(part, length - target_filled_) : 0;
     std::span<const std::byte> data = bytes.subspan(used, payload);
@@ -212,7 +212,7 @@ void LinkReceiver::begin_data(const FrameHeader& header) {
     target_ = {};
     target_flow_ = flow;
     if (flow->record != nullptr && header.length > kStageBytes) flow->record->note_begin();
-    if (connection_.direct() || header.length == 0) return;
+    if (connection_.direct() != nullptr || header.length == 0) return;
     target_ = flow->handler->incoming(*flow, header.offset, header.length);
     if (target_.size() != header.length)
       connection_.fail(ErrorKind::kPeerLost, "it sent a segment that crosses a block's end",

@@ -12,19 +12,19 @@ constexpr std::size_t kSmallPayloadBytes = 16 * 1024;  // sent at once
 constexpr std::size_t kSendBudgetBytes = 1024 * 1024;  // one call serves one peer no longer than this
 constexpr std::size_t kMaxTalkBytes = 64 * 1024;       // pings and pongs queued for a peer that does not read
 constexpr std::size_t kBulkUnsentBytes = 64 * 1024;
-constexpr std::array<std::byte, Channel::kDirectAlignment> kPadding{};
+constexpr std::array<std::byte, DirectReader::kAlignment> kPadding{};
 constexpr std::size_t kControlPieceBytes =
     400;  // of control frames alone, in one packet (the least MTU of IPv4 is 576)
 
 std::size_t padding_on(const Connection& connection, std::size_t payload) {
-  return connection.direct() ? Channel::padding_of(payload) : 0;
+  return connection.direct() != nullptr ? DirectReader::padding_of(payload) : 0;
 }
 
 }  // namespace
 
 void LinkSender::opened(bool checksums) {
-  check_ = FrameCheck(checksums && !connection_.direct());
-  if (heals_ && !connection_.direct()) kept_.emplace();
+  check_ = FrameCheck(checksums && connection_.direct() == nullptr);
+  if (heals_ && connection_.direct() == nullptr) kept_.emplace();
   unsent_is_limited_ = false;
   for (auto& [header, payload] : std::exchange(waiting_, {})) put(header, payload);
 }
@@ -32,7 +32,7 @@ void LinkSender::opened(bool checksums) {
 // Staged frames are kept: their operations count them as sent.
 void LinkSender::interrupted() {
   wished_ = true;
-  blocked_ = false;
+  blocked_ = held_back_ = false;
   control_.clear();
   finish_frame();
 }
@@ -52,7 +52,7 @@ void LinkSender::look_what_arrived() {
   // Otherwise the peer reports what it has received, or may close this channel before it has read from it. The goodbye
   // is the last frame: bytes that the peer has not read may be lost, and this rank has left by then.
   if (!connection_.connected() || connection_.healing() || !received_ || said_bye_) return;
-  const uint64_t lost = connection_.channel().undelivered();
+  const uint64_t lost = connection_.path() != nullptr ? connection_.path()->undelivered() : 0;
   kept_->forget(stream_sent_ - std::min(stream_sent_, lost));
 }
 
@@ -122,7 +122,7 @@ void LinkSender::say_bye(const std::string& reason) {
 
 // With a frame half sent this does not wait: a rank that leaves does not wait for long.
 void LinkSender::answer_bye() {
-  if (!connection_.connected() || connection_.direct() || connection_.healing()) return;
+  if (!connection_.connected() || connection_.direct() != nullptr || connection_.healing()) return;
   if (said_bye_ || frame_under_way() || (kept_ && kept_->rewound())) return;
   FrameHeader header = FrameHeader::of(FrameType::kCredit, 0, 0, kByeRead);
   header.credit = consumed_;
@@ -164,14 +164,15 @@ bool LinkSender::stage_next() {
   std::swap(head_, control_);
   if (said_bye_) return !head_.empty();
   SendFlow* const next = window_.next_of(sending_);
-  const bool bulk = next != nullptr && next->identity->bulk && !connection_.direct();
-  if (!window_.bulk_rate().admits(bulk ? &connection_.channel() : nullptr) || next == nullptr) return !head_.empty();
+  const bool bulk = next != nullptr && next->identity->bulk && connection_.direct() == nullptr;
+  if (!window_.bulk_rate().admits(bulk ? connection_.path() : nullptr) || next == nullptr) return !head_.empty();
   SendFlow& flow = *next;
   FrameHeader header;
   std::size_t limit = std::min<uint64_t>({segment_bytes_, window_.allowance(flow), flow.ready - flow.sent});
   if (bulk) {
     limit = std::min(limit, window_.bulk_rate().frame_bytes());
-    if (!std::exchange(unsent_is_limited_, true)) connection_.channel().limit_unsent(kBulkUnsentBytes);
+    if (NetworkPath* const path = connection_.path(); path != nullptr && !std::exchange(unsent_is_limited_, true))
+      path->limit_unsent(kBulkUnsentBytes);
   }
   if (flow.total > 0) {
     const bool timed = flow.encodes && flow.record != nullptr;
@@ -227,7 +228,7 @@ void LinkSender::finish_frame() {
 std::size_t LinkSender::pieces(std::array<iovec, 3>& out) const {
   std::size_t count = 0;
   // An abort or goodbye must pass also where large packets do not.
-  const bool only_control = payload_.empty() && !connection_.direct();
+  const bool only_control = payload_.empty() && connection_.direct() == nullptr;
   const std::size_t most = only_control ? kControlPieceBytes : head_.size();
   if (head_sent_ < head_.size())
     out[count++] = {const_cast<std::byte*>(head_.data()) + head_sent_, std::min(most, head_.size() - head_sent_)};
@@ -241,7 +242,7 @@ std::size_t LinkSender::pieces(std::array<iovec, 3>& out) const {
 }
 
 bool LinkSender::pump() {
-  blocked_ = false;
+  blocked_ = held_back_ = false;
   std::size_t moved = 0;
   while (connection_.connected() && !connection_.departed() && !connection_.healing() && moved < kSendBudgetBytes) {
     const bool again = kept_ && kept_->rewound();
@@ -252,10 +253,9 @@ bool LinkSender::pump() {
     std::array<iovec, 3> out;
     const std::size_t count = again ? kept_->pieces(out) : pieces(out);
     IoResult result = connection_.channel().send(std::span(out.data(), count));
-    if (result.status == IoStatus::kWouldBlock) {
-      blocked_ = true;
-      break;
-    }
+    blocked_ = result.status == IoStatus::kWouldBlock;
+    held_back_ = result.status == IoStatus::kHeldBack;
+    if (blocked_ || held_back_) break;
     if (result.status != IoStatus::kOk) {
       events_.closed(result.error_number);
       break;

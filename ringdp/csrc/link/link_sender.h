@@ -66,10 +66,11 @@ class LinkSender {
   // half the window is due.
   void consumed(uint32_t bytes);
 
-  bool pump();  // true if anything was sent
-  bool blocked() const { return blocked_; }
-  bool has_outgoing() const;                                                           // frames or sendable flows wait
-  bool has_flows() const { return !sending_.empty(); }                                 // grants may come
+  bool pump();                                          // true if anything was sent
+  bool blocked() const { return blocked_; }             // it lacked room at the last send
+  bool held_back() const { return held_back_; }         // the rate limit refused the last send
+  bool has_outgoing() const;                            // frames or sendable flows wait
+  bool has_flows() const { return !sending_.empty(); }  // grants may come
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }  // any thread
 
  private:
@@ -104,6 +105,7 @@ class LinkSender {
   bool unsent_is_limited_ = false;
   std::vector<std::byte> orphan_;  // owns `payload_` once its operation has ended
   bool blocked_ = false;
+  bool held_back_ = false;
 
   SendWindow window_;
   uint32_t consumed_ = 0;  // eager bytes of the peer consumed here

@@ -39,12 +39,12 @@ double seconds(Clock::duration time) { return std::chrono::duration<double>(time
 
 BulkRate::BulkRate() : bytes_per_s_(kFirstBytesPerS) {}
 
-bool BulkRate::admits(const Channel* channel) {
+bool BulkRate::admits(const NetworkPath* path) {
   waits_ = false;
-  if (channel == nullptr) return true;
+  if (path == nullptr) return true;
   const auto now = Clock::now();
   if (wants_look(now))
-    if (const auto it = channel->carried()) look({it->bytes, it->round_trip_us, it->least_round_trip_us}, now);
+    if (const auto it = path->carried()) look({it->bytes, it->round_trip_us, it->least_round_trip_us}, now);
   waits_ = !may_send(now);
   return !waits_;
 }

@@ -20,11 +20,11 @@
 
 namespace ringdp {
 
-class Channel;
+class NetworkPath;
 
 class BulkRate {
  public:
-  // Of a connection, see Channel::Carried.
+  // Of a connection, see NetworkPath::Carried.
   struct Sample {
     uint64_t carried_bytes = 0;  // so far
     int64_t round_trip_us = 0;
@@ -42,7 +42,7 @@ class BulkRate {
 
   // Whether the next bulk frame for that channel may be sent now, else it waits until `wakes_at`. With null the frame
   // is not bulk.
-  bool admits(const Channel* channel);
+  bool admits(const NetworkPath* path);
   Clock::time_point wakes_at() const { return waits_ ? free_at_ : Clock::time_point::max(); }
   void sent(std::size_t bytes, Clock::time_point now);
 

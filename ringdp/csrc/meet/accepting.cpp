@@ -143,17 +143,19 @@ void Accepting::move_on(HandshakeAttempt& attempt, const Established& made) {
 
 void Accepting::on_hello(HandshakeAttempt& attempt, const Established& made) {
   const HandshakeFields& hello = attempt.facts().hello;
-  if (hello.type == HandshakeType::kKnock) {
-    on_knock(hello);
-    return attempt.close();
-  }
-  const Refusal verdict = judge_hello(hello, self_.mine);
-  if (verdict != Refusal::kNone) return refuse(attempt, verdict);
   const int peer = static_cast<int>(hello.from);
-  if (hello.stream >= kMostStreams) return attempt.fail("no hello");
+  const bool knock = hello.type == HandshakeType::kKnock;
+  const Refusal verdict = judge_hello(hello, self_.mine);
+  if (knock && (verdict != Refusal::kNone || peer >= self_.rank())) return attempt.close();
+  if (verdict != Refusal::kNone) return refuse(attempt, verdict);
+  if (!knock && hello.stream >= kMostStreams) return attempt.fail("no hello");
   if (hello.purpose == Purpose::kResume) {
     met_[peer] = hello.met;
-    resumptions_.push_back({peer, hello.number, hello.stream, attempt.take_socket()});
+    resumptions_.push_back(std::move(attempt));
+    return attempt.close();
+  }
+  if (knock) {
+    knocks_.push_back(peer);
     return attempt.close();
   }
   if (made.number(peer) > 0 || made.joined(peer)) {
@@ -170,14 +172,6 @@ void Accepting::on_hello(HandshakeAttempt& attempt, const Established& made) {
   });
   if (unconfirmed >= kMaxUnconfirmed) return attempt.fail("a handshake was replayed");
   attempt.reply(self_);
-}
-
-void Accepting::on_knock(const HandshakeFields& knock) {
-  const int peer = static_cast<int>(knock.from);
-  if (judge_hello(knock, self_.mine) != Refusal::kNone || peer >= self_.rank()) return;
-  if (knock.purpose != Purpose::kResume) return knocks_.push_back(peer);
-  met_[peer] = knock.met;
-  resumptions_.push_back({.peer = peer, .number = knock.number});
 }
 
 void Accepting::refuse(HandshakeAttempt& attempt, Refusal verdict) {

@@ -56,15 +56,6 @@ class Listener {
 
 class Accepting {
  public:
-  // An authentic hello or knock for a connection that replaces a broken one: the Redialler answers it. A knock has no
-  // socket.
-  struct Resumption {
-    int peer = -1;
-    uint64_t number = 0;
-    int stream = 0;
-    std::optional<HandshakeSocket> socket = {};
-  };
-
   explicit Accepting(HandshakeSelf self);
 
   Listener& listener() { return listener_; }
@@ -80,7 +71,8 @@ class Accepting {
   void forget(int peer);
   void set_met(uint8_t met) { self_.mine.met = met; }
   uint8_t met(int peer) const { return met_[peer]; }  // of its last hello that replaces a broken connection
-  std::vector<Resumption> take_resumptions() { return std::exchange(resumptions_, {}); }
+  // With an authentic hello or knock for a connection that replaces a broken one: the Redialler answers it.
+  HandshakeAttempts take_resumptions() { return std::exchange(resumptions_, {}); }
   // Lower ranks that need a connection. A replayed knock has no other effect.
   std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
 
@@ -89,7 +81,6 @@ class Accepting {
   void evict_strangers(int newest);  // `newest`: the descriptor of the last one
   void move_on(HandshakeAttempt& attempt, const Established& made);
   void on_hello(HandshakeAttempt& attempt, const Established& made);
-  void on_knock(const HandshakeFields& knock);
   void refuse(HandshakeAttempt& attempt, Refusal verdict);
   void note_failure(HandshakeAttempt& attempt);
 
@@ -99,7 +90,7 @@ class Accepting {
   std::vector<std::string> problems_;  // these are per peer
   std::vector<uint8_t> met_;
   std::vector<std::string> large_;
-  std::vector<Resumption> resumptions_;
+  HandshakeAttempts resumptions_;
   std::vector<int> knocks_;
 };
 

@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "base/thread.h"
-#include "transport/channel.h"
+#include "transport/tcp_watch.h"
 
 namespace ringdp {
 
@@ -69,9 +69,9 @@ ConnectionThread::~ConnectionThread() {
   [[maybe_unused]] auto* thread = thread_.release();  // it exists in the parent only
 }
 
-void ConnectionThread::start(Events events) {
-  events_ = std::move(events);
-  if (events_.heal_ms > 0) start_redialler();
+void ConnectionThread::start(ConnectionUser& user, int64_t heal_ms) {
+  user_ = &user;
+  if (heal_ms > 0) redialler_.emplace(state_->connector.knowledge(), state_->sharing, heal_ms, user);
   thread_ = start_thread("ringdp-conn", [this] { run(); });
 }
 
@@ -79,26 +79,6 @@ void ConnectionThread::want(int peer) {
   std::lock_guard lock(mutex_);
   wishes_.push_back(peer);
   ring(wakeup_);
-}
-
-void ConnectionThread::start_redialler() {
-  redialler_.emplace(state_->connector.knowledge(), events_.heal_ms,
-                     Redialler::Events{.hold = events_.hold,
-                                       .settle = events_.settle,
-                                       .resume =
-                                           [this](int peer, Fd socket, int streams, uint64_t taken) {
-                                             ask_for_congestion(socket.get(), state_->congestion);
-                                             std::vector<Fd> sockets(static_cast<std::size_t>(streams));
-                                             sockets.front() = std::move(socket);
-                                             const Transport& transport = state_->sharing.transport(peer);
-                                             events_.resume(peer, transport.open(std::move(sockets)), taken);
-                                           },
-                                       .add_stream =
-                                           [this](int peer, Fd socket) {
-                                             ask_for_congestion(socket.get(), state_->congestion);
-                                             events_.add_stream(peer, std::move(socket));
-                                           },
-                                       .not_healed = events_.not_healed});
 }
 
 void ConnectionThread::heal(int peer, bool broken) {
@@ -129,7 +109,7 @@ void ConnectionThread::run() {
     give_up(error.what());
   }
   if (std::string text = state_->connector.listener().turned_away_text(); !text.empty())
-    events_.notice(LogLevel::kWarning, text);
+    user_->notice(LogLevel::kWarning, text);
 }
 
 // False: it is to stop.
@@ -149,7 +129,7 @@ bool ConnectionThread::step() {
   state_->sharing.step(0);
   for (int peer : state_->sharing.take_cut()) state_->connector.lose(peer);
   state_->connector.take_ended();
-  for (Connector::Resumption& it : state_->connector.take_resumptions())
+  for (HandshakeAttempt& it : state_->connector.take_resumptions())
     if (redialler_) redialler_->take(std::move(it));
   if (redialler_) redialler_->step();
   hand_over();
@@ -160,11 +140,11 @@ bool ConnectionThread::step() {
 
 // Makes no more connections: a later `want` fails with the reason.
 void ConnectionThread::give_up(const std::string& why) {
-  events_.notice(LogLevel::kError, "rank " + std::to_string(state_->rank) + " makes no more connections: " + why);
+  user_->notice(LogLevel::kError, "rank " + std::to_string(state_->rank) + " makes no more connections: " + why);
   for (const PeerInfo& peer : state_->peers) {
     if (peer.rank == state_->rank) continue;
     const std::string message = "rank " + std::to_string(state_->rank) + " cannot make connections any more: " + why;
-    events_.failed(
+    user_->cannot_connect(
         peer.rank,
         error_of(peer.rank, ErrorKind::kSystem, message, "look at its limits (ulimit -n, -u) and its memory"), true);
   }
@@ -207,20 +187,20 @@ void ConnectionThread::hand_over() {
       state_->connector.forget(peer);
       state_->sharing.forget(peer);
       const PeerInfo &self = state_->peers[state_->rank], &other = state_->peers[peer];
-      events_.failed(peer,
-                     error_of(peer, ErrorKind::kHandshake,
-                              self.text() + " and " + other.text() + " " + must_share_text(choice, problem),
-                              instead_text(choice) + "; if descriptors ran out: ulimit -n"),
-                     false);
+      user_->cannot_connect(peer,
+                            error_of(peer, ErrorKind::kHandshake,
+                                     self.text() + " and " + other.text() + " " + must_share_text(choice, problem),
+                                     instead_text(choice) + "; if descriptors ran out: ulimit -n"),
+                            false);
       continue;
     }
     if (!problem.empty())
-      events_.notice(LogLevel::kWarning, "rank " + std::to_string(state_->rank) + " cannot share memory with rank " +
-                                             std::to_string(peer) + " (" + problem + ") and uses " +
-                                             std::string(choice.fallback->title) + ", which is slower");
+      user_->notice(LogLevel::kWarning, "rank " + std::to_string(state_->rank) + " cannot share memory with rank " +
+                                            std::to_string(peer) + " (" + problem + ") and uses " +
+                                            std::string(choice.fallback->title) + ", which is slower");
     const bool checksums = state_->checksums && state_->sharing.transport(peer).checksums;
     state_->connector.fix(peer);
-    events_.connected(peer, state_->sharing.take(peer), checksums);
+    user_->connect(peer, state_->sharing.take(peer), checksums);
   }
 }
 
@@ -239,7 +219,7 @@ void ConnectionThread::fail(const Connector::Failure& failure) {
   state_->connector.forget(failure.peer);
   state_->sharing.forget(failure.peer);
   const bool gone = failure.refused || failure.lost;
-  if (!only_checked || !gone) events_.failed(failure.peer, error, gone);
+  if (!only_checked || !gone) user_->cannot_connect(failure.peer, error, gone);
 }
 
 Error ConnectionThread::explain(const Connector::Failure& failure) const {

@@ -4,13 +4,12 @@
 // connections that break.
 //
 // Owned by the Runtime. `want` is for any thread; everything else belongs to its own thread "ringdp-conn" from `start`
-// on, which also calls the events. It begins with the listeners, routes and memory plan of the RendezvousRun, and does
-// not use the store. A process without that thread (a forked child) must only destroy it.
+// on, which also calls the ConnectionUser. It begins with the listeners, routes and memory plan of the RendezvousRun,
+// and does not use the store. A process without that thread (a forked child) must only destroy it.
 //
 // The error of a peer to which a rank cannot connect; its text is true on every rank. Pure functions, any thread.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -51,37 +50,25 @@ class ConnectionThread {
     bool all_connected = false;   // from the start: only broken connections are replaced
     bool checksums = false;       // of the connections over transports that have them
   };
-  struct Events {
-    std::function<void(int peer, std::unique_ptr<Channel> channel, bool checksums)> connected;
-    // `gone`: nothing listens at its address any more: its process has ended, in good order or not.
-    std::function<void(int peer, const Error& error, bool gone)> failed;
-    std::function<void(LogLevel level, const std::string& line)> notice;
-    // For broken connections, see Redialler. `heal_ms`: how long it tries to replace one; 0: not at all.
-    int64_t heal_ms = 0;
-    std::function<bool(int peer)> hold = {};
-    std::function<std::optional<uint64_t>(int peer)> settle = {};
-    std::function<void(int peer, std::unique_ptr<Channel> channel, uint64_t taken)> resume = {};
-    std::function<void(int peer, Fd socket)> add_stream = {};
-    std::function<void(int peer, const std::string& why)> not_healed = {};
-  };
 
   explicit ConnectionThread(Start start);
   ~ConnectionThread();
   ConnectionThread(const ConnectionThread&) = delete;
   ConnectionThread& operator=(const ConnectionThread&) = delete;
 
-  void start(Events events);                                    // once
+  // Once. `user` lives until `stop` has returned. `heal_ms`: how long it tries to replace a broken connection; 0: not
+  // at all.
+  void start(ConnectionUser& user, int64_t heal_ms);
   void want(int peer);                                          // no more than once counts
   void heal(int peer, bool broken);                             // see Redialler
   bool all_connected() const { return state_->all_connected; }  // before `start`: at the rendezvous
-  void stop();                                                  // idempotent; no event comes after it
+  void stop();                                                  // idempotent; `user` is not called after it
 
  private:
   void run();
   bool step();
   void give_up(const std::string& why);
   bool take_wishes();
-  void start_redialler();
   void start_checks(Clock::time_point now);
   void hand_over();
   void look_for_failures();
@@ -89,8 +76,8 @@ class ConnectionThread {
   Error explain(const Connector::Failure& failure) const;
   Error error_of(int peer, ErrorKind kind, const std::string& message, const std::string& advice) const;
 
-  std::optional<Start> state_;  // until it is stopped
-  Events events_;
+  std::optional<Start> state_;          // until it is stopped
+  ConnectionUser* user_ = nullptr;      // from `start` on
   std::optional<Redialler> redialler_;  // of its thread
   std::vector<int> unchecked_;          // lower ranks, the next one last
   Clock::time_point check_after_{};

@@ -9,7 +9,7 @@ namespace ringdp {
 namespace {
 
 HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret) {
-  HandshakeSelf self{.mine = mine, .secret = std::move(secret), .padding_ms = padding_patience_ms()};
+  HandshakeSelf self{.mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}};
   random_bytes(self.instance);
   return self;
 }
@@ -58,8 +58,6 @@ void Connector::note_met(int64_t round_trip_us) {
   self_.mine.met = met_with(round_trip_us);
   accepting_.set_met(self_.mine.met);
   dialing_.set_met(self_.mine.met);
-  for (int peer = 0; peer < self_.world(); ++peer)
-    if (dialing_.wants(peer)) fix(peer);
 }
 
 bool Connector::busy() const {
@@ -143,7 +141,7 @@ std::string Connector::problem(int peer) const {
 }
 
 Connector::Knowledge Connector::knowledge() const {
-  Knowledge out{.mine = self_.mine, .secret = self_.secret, .addresses = {}, .streams = established_.streams().again()};
+  Knowledge out{.self = self_, .addresses = {}, .streams = established_.streams().again()};
   for (int peer = 0; peer < self_.world(); ++peer) {
     std::vector<SocketAddress>& known = out.addresses.emplace_back();
     const SocketAddress& used = established_.dialled(peer);

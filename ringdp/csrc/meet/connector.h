@@ -72,12 +72,10 @@ class Connector {
   std::vector<int> take_ended() { return std::exchange(ended_, {}); }  // peers whose connections ended since
   using Connected = Established::Connected;
   std::vector<Connected> take() { return established_.take(); }  // that were not taken before
-  using Resumption = Accepting::Resumption;
-  std::vector<Resumption> take_resumptions() { return accepting_.take_resumptions(); }
+  HandshakeAttempts take_resumptions() { return accepting_.take_resumptions(); }
   // For the Redialler, which answers them. `addresses`: by peer; first the one by which this rank has connected to it.
   struct Knowledge {
-    HandshakeFields mine;
-    std::vector<std::byte> secret;
+    HandshakeSelf self;
     std::vector<std::vector<SocketAddress>> addresses;
     ExtraStreams streams;  // with the same settings, for connections that replace others
   };

@@ -179,8 +179,7 @@ void Dialing::move_on(HandshakeAttempt& attempt, Established& made) {
       return on_connected(attempt);
     case HandshakeAttempt::Event::kProven:
       return on_proven(attempt, made);
-    case HandshakeAttempt::Event::kHello:
-    case HandshakeAttempt::Event::kNone:
+    default:
       return;
   }
 }
@@ -189,11 +188,11 @@ void Dialing::on_connected(HandshakeAttempt& attempt) {
   const HandshakeAttempt::Facts& facts = attempt.facts();
   Route& route = routes_[facts.peer];
   if (facts.probe) {
-    if (attempt.knock(self_)) route.restart(Clock::now() + kKnockAgain);
+    if (attempt.knock(self_, facts.number)) route.restart(Clock::now() + kKnockAgain);
     return;
   }
   if (facts.stream == 0) route.answered(facts.candidate);
-  attempt.greet(self_);
+  attempt.greet(self_, facts.number);
 }
 
 void Dialing::on_proven(HandshakeAttempt& attempt, const Established& made) {
@@ -263,7 +262,7 @@ void Dialing::dial_due(int peer, Established& made) {
 }
 
 void Dialing::dial(HandshakeAttempt::Facts facts, Established& made) {
-  HandshakeAttempt attempt(std::move(facts));
+  HandshakeAttempt attempt(self_, std::move(facts));
   note_failure(attempt, made);
   if (!attempt.over()) attempts_.push_back(std::move(attempt));
 }

@@ -139,7 +139,7 @@ void Established::collect(HandshakeAttempts& attempts) {
     peer.joined = peer.watched = true;
     peer.number = facts.number;
     streams_.expect(facts.peer, facts.streams, facts.dialled ? std::optional(facts.address) : std::nullopt);
-    peer.socket = it.take_socket().take();
+    peer.socket = it.take_socket();
     if (facts.dialled) peer.dialled = facts.address;
     std::copy_n(facts.hello.nonce.begin(), peer.instance.size(), peer.instance.begin());
   }
@@ -150,7 +150,7 @@ void Established::collect(HandshakeAttempts& attempts) {
     if (wanting(facts.peer, facts.number)) continue;
     const bool ours = facts.dialled || same_process(facts.peer, facts.hello.nonce);
     if (ours && facts.number == number(facts.peer) && streams_.lacks(facts.peer, facts.stream))
-      streams_.add(facts.peer, facts.stream, it.take_socket().take());
+      streams_.add(facts.peer, facts.stream, it.take_socket());
     it.close();
   }
 }

@@ -44,6 +44,7 @@ class ExtraStreams {
   // With the same settings, without connections.
   ExtraStreams again() const { return {static_cast<int>(peers_.size()), setting_, congestion_}; }
 
+  const std::string& congestion() const { return congestion_; }
   void needs_one(int peer) { peers_[peer].setting = 1; }  // it will share memory
   int wanted(int peer, int socket) const;                 // in all; `socket`: the first, connected
 

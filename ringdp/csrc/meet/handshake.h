@@ -18,11 +18,11 @@
 // knock with a MAC, and closes. A check ends before the confirm.
 //
 // HandshakeSocket: a connection during its handshake. Reads and writes whole messages, with their padding; the MAC of
-// each covers those before it. Its owner interprets them: a HandshakeAttempt or a Redialler. Nothing blocks. Used by
-// its owner's thread.
+// each covers those before it. Its owner, a HandshakeAttempt, interprets them. Nothing blocks. Used by its owner's
+// thread.
 //
 // The padding of a handshake: a packet each way, as large as the connection sends them, by which ranks learn whether
-// the path between them passes such packets. Used by a HandshakeAttempt and a Redialler, on their threads.
+// the path between them passes such packets. Used by a HandshakeAttempt, on its thread.
 #pragma once
 
 #include <array>

@@ -12,7 +12,6 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
-constexpr int64_t kPeerMs = 30'000;    // how long a rank of this job may take to answer
 constexpr int kLooksLostMs = 3000;     // left of its patience: padding that has not come by then is lost
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
@@ -29,9 +28,12 @@ HandshakeFields HandshakeSelf::fields(HandshakeType type, int peer) const {
   return out;
 }
 
-HandshakeAttempt::HandshakeAttempt(Facts dialled) : facts_(std::move(dialled)) {
+HandshakeAttempt::HandshakeAttempt(const HandshakeSelf& self, Facts dialled) : facts_(std::move(dialled)) {
   facts_.dialled = true;
-  if (facts_.stream > 0) deadline_ = Deadline::after_ms(kPeerMs);
+  if (const int64_t ms = self.patience.connecting_ms; ms > 0)
+    deadline_ = Deadline::after_ms(ms);
+  else if (facts_.stream > 0)
+    await_answer(self);
   int error_number = 0;
   socket_ = HandshakeSocket(start_connect(facts_.address, error_number));
   if (error_number != 0) fail(errno_text(error_number), connection_refused(error_number));
@@ -56,14 +58,22 @@ void HandshakeAttempt::close() {
   socket_.close();
 }
 
+void HandshakeAttempt::await_answer(const HandshakeSelf& self) {
+  deadline_ = Deadline::after_ms(facts_.stream > 0 ? self.patience.stream_ms : self.patience.answer_ms);
+}
+
 void HandshakeAttempt::expire(const HandshakeSelf& self) {
   if (over() || !deadline_.expired()) return;
-  if (stage_ != Stage::kAwaitPadding) return fail("it did not answer in time");
+  if (stage_ == Stage::kAwaitResume) return fail("the new connection does not move");
+  if (stage_ != Stage::kAwaitPadding)
+    return fail(!self.resumes()                ? "it did not answer in time"
+                : stage_ == Stage::kConnecting ? "Connection timed out"
+                                               : "connected, but it did not answer");
   const std::string bytes = std::to_string(socket_.padding());
   const std::string connection = connection_text(socket_.fd());
   fail("connected, but a packet with " + bytes + " bytes does not arrive", false, true);
   failure_->large = connection + ": a packet with " + bytes + " bytes did not arrive within " +
-                    std::to_string(self.padding_ms / 1000) + " s, short ones did";
+                    std::to_string(self.patience.padding_ms / 1000) + " s, short ones did";
 }
 
 HandshakeAttempt::Event HandshakeAttempt::advance(const HandshakeSelf& self) {
@@ -88,24 +98,25 @@ HandshakeAttempt::Event HandshakeAttempt::advance(const HandshakeSelf& self) {
   }
   switch (stage_) {
     case Stage::kAwaitPadding:
-      return on_padding();
+      return on_padding(self);
     case Stage::kAwaitReply:
       return on_reply(self);
     case Stage::kAwaitHello:
       return on_hello(self);
     case Stage::kAwaitConfirm:
       return on_confirm(self);
+    case Stage::kAwaitResume:
+      return on_resume(self);
     default:
       return Event::kNone;
   }
 }
 
-bool HandshakeAttempt::send(const HandshakeSelf& self, const HandshakeFields& fields) {
-  HandshakeFields sent = fields;
-  sent.stream = static_cast<uint16_t>(facts_.stream);
-  sent.streams = static_cast<uint16_t>(facts_.streams);
-  sent.number = facts_.number;
-  if (socket_.send(sent, self.secret)) return true;
+bool HandshakeAttempt::send(const HandshakeSelf& self, HandshakeFields fields) {
+  fields.stream = static_cast<uint16_t>(facts_.stream);
+  fields.streams = static_cast<uint16_t>(facts_.streams);
+  if (fields.type != HandshakeType::kResume) fields.number = facts_.number;
+  if (socket_.send(fields, self.secret)) return true;
   fail(socket_.why());
   return false;
 }
@@ -116,27 +127,30 @@ HandshakeAttempt::Event HandshakeAttempt::await_padding(const HandshakeSelf& sel
     return Event::kNone;
   }
   stage_ = Stage::kAwaitPadding;
-  deadline_ = Deadline::after_ms(self.padding_ms);
-  return bytes == 0 ? on_padding() : advance(self);
+  if (self.patience.padding_ms > 0) deadline_ = Deadline::after_ms(self.patience.padding_ms);
+  return bytes == 0 ? on_padding(self) : advance(self);
 }
 
 // All of it has come.
-HandshakeAttempt::Event HandshakeAttempt::on_padding() {
+HandshakeAttempt::Event HandshakeAttempt::on_padding(const HandshakeSelf& self) {
   if (facts_.dialled) return Event::kProven;
+  if (self.resumes()) return Event::kConfirmed;
   stage_ = Stage::kDone;
   return Event::kNone;
 }
 
 // ---- The side that has dialled ----
 
-bool HandshakeAttempt::knock(const HandshakeSelf& self) {
+bool HandshakeAttempt::knock(const HandshakeSelf& self, uint64_t number) {
+  facts_.number = number;
   if (!send(self, self.fields(HandshakeType::kKnock, facts_.peer))) return false;
   close();
   return true;
 }
 
-void HandshakeAttempt::greet(const HandshakeSelf& self) {
-  deadline_ = Deadline::after_ms(kPeerMs);
+void HandshakeAttempt::greet(const HandshakeSelf& self, uint64_t number) {
+  facts_.number = number;
+  await_answer(self);
   if (send(self, self.fields(HandshakeType::kHello, facts_.peer))) stage_ = Stage::kAwaitReply;
 }
 
@@ -144,8 +158,9 @@ HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
   const auto reply = socket_.decode(self.secret);
   if (!reply) {
     fail("the process there does not belong to this job (another secret?)", false, true);
+    failure_->foreign = true;
   } else if (reply->type == HandshakeType::kRefusal) {
-    fail("refused: " + refusal_text(reply->refusal, *reply, self.mine), false, true);
+    on_refusal(self, *reply);
   } else if (reply->type != HandshakeType::kReply || reply->from != static_cast<uint32_t>(facts_.peer) ||
              reply->to != self.mine.to) {
     fail("it answered as another rank", false, true);
@@ -157,11 +172,19 @@ HandshakeAttempt::Event HandshakeAttempt::on_reply(const HandshakeSelf& self) {
   return Event::kNone;
 }
 
+void HandshakeAttempt::on_refusal(const HandshakeSelf& self, const HandshakeFields& refusal) {
+  const std::string why = refusal_text(refusal.refusal, refusal, self.mine);
+  fail(self.resumes() ? why : "refused: " + why, false, true);
+  failure_->refusal = refusal.refusal;
+}
+
 void HandshakeAttempt::confirm(const HandshakeSelf& self, int streams) {
   facts_.streams = streams;
   HandshakeFields fields = self.fields(HandshakeType::kConfirm, facts_.peer);
   fields.padding = padding_for(socket_.fd());
-  if (send(self, fields)) stage_ = Stage::kDone;
+  if (!send(self, fields)) return;
+  stage_ = Stage::kDone;
+  if (self.resumes() && facts_.stream == 0) await_resume(self);
 }
 
 // ---- The side that was dialled ----
@@ -181,27 +204,58 @@ void HandshakeAttempt::reply(const HandshakeSelf& self) {
   facts_.peer = static_cast<int>(facts_.hello.from);
   facts_.stream = facts_.hello.stream;
   facts_.number = facts_.hello.number;
-  deadline_ = Deadline::after_ms(kPeerMs);
+  await_answer(self);
   HandshakeFields fields = self.fields(HandshakeType::kReply, facts_.peer);
   fields.padding = padding_for(socket_.fd());
   if (send(self, fields)) stage_ = Stage::kAwaitConfirm;
 }
 
 void HandshakeAttempt::refuse(const HandshakeSelf& self, Refusal verdict) {
-  HandshakeFields fields = self.fields(HandshakeType::kRefusal, static_cast<int>(facts_.hello.from));
+  const int peer = facts_.peer >= 0 ? facts_.peer : static_cast<int>(facts_.hello.from);
+  HandshakeFields fields = self.fields(HandshakeType::kRefusal, peer);
   fields.refusal = verdict;
   if (send(self, fields)) close();
 }
 
 HandshakeAttempt::Event HandshakeAttempt::on_confirm(const HandshakeSelf& self) {
   const auto confirm = socket_.decode(self.secret);
-  if (!confirm || confirm->type != HandshakeType::kConfirm) {
+  if (confirm && confirm->type == HandshakeType::kRefusal) {
+    on_refusal(self, *confirm);
+  } else if (!confirm || confirm->type != HandshakeType::kConfirm) {
     fail("a handshake was replayed");
   } else if (confirm->streams < 1 || confirm->streams > kMostStreams) {
     fail("it announced " + std::to_string(confirm->streams) + " connections", false, true);
   } else {
+    socket_.add_to_transcript();
     facts_.streams = confirm->streams;
     return await_padding(self, confirm->padding);
+  }
+  return Event::kNone;
+}
+
+// ---- Either side of a connection that replaces a broken one ----
+
+void HandshakeAttempt::await_resume(const HandshakeSelf& self) {
+  stage_ = Stage::kAwaitResume;
+  deadline_ = Deadline::after_ms(self.patience.resume_ms);
+}
+
+bool HandshakeAttempt::resume(const HandshakeSelf& self, uint64_t frames_taken) {
+  HandshakeFields fields = self.fields(HandshakeType::kResume, facts_.peer);
+  fields.number = frames_taken;
+  return send(self, fields);
+}
+
+HandshakeAttempt::Event HandshakeAttempt::on_resume(const HandshakeSelf& self) {
+  const auto message = socket_.decode(self.secret);
+  if (message && message->type == HandshakeType::kRefusal) {
+    on_refusal(self, *message);
+  } else if (!message || message->type != HandshakeType::kResume) {
+    fail(message ? "it sent an invalid message" : "a handshake was replayed");
+  } else {
+    socket_.add_to_transcript();
+    facts_.frames_taken = message->number;
+    return Event::kResumed;
   }
   return Event::kNone;
 }

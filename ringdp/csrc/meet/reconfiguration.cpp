@@ -8,8 +8,7 @@
 #include "base/error.h"
 #include "base/sha256.h"
 #include "meet/addresses.h"
-#include "meet/job.h"
-#include "meet/peer_records.h"
+#include "meet/records.h"
 #include "meet/store.h"
 
 namespace ringdp {

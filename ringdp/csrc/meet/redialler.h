@@ -12,7 +12,11 @@
 // first of the new ones is made; the confirm has their number. The higher rank dials the others, each up to confirm
 // and padding, and both add them to the channel one by one (add_stream). The channel also works without them.
 //
-// Owned by ConnectionThread, used by its thread; nothing blocks but the events, which wait for the engine's driver.
+// Owned by ConnectionThread, used by its thread; nothing blocks but its ConnectionUser, which waits for the engine's
+// driver.
+//
+// ConnectionUser: for whom ConnectionThread makes and replaces connections: the engine, whose Healing it is. Called by
+// that thread; a call may wait for the engine's driver.
 //
 // RedialTries: the results of dialling a peer's addresses to replace its connection: which to dial next and when, and
 // whether its process has ended, since its host refuses connections that it accepted before. Bookkeeping only, time
@@ -23,20 +27,44 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/fd.h"
+#include "base/log.h"
 #include "meet/connector.h"
 #include "meet/established.h"
-#include "meet/handshake.h"
+#include "meet/handshake_attempt.h"
+#include "shared/shared_setup.h"
+#include "transport/channel.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
+
+class ConnectionUser {
+ public:
+  // The first connection to a peer, which either side wanted; or the reason why there is none. `gone`: nothing listens
+  // at its address any more: its process has ended, in good order or not.
+  virtual void connect(int peer, std::unique_ptr<Channel> channel, bool checksums) = 0;
+  virtual void cannot_connect(int peer, const Error& error, bool gone) = 0;
+
+  // A replacement of a broken connection, see Redialler and LinkRepair. False or nullopt: there is no connection to
+  // that peer that could be replaced.
+  virtual bool hold(int peer) = 0;
+  virtual std::optional<uint64_t> settle(int peer) = 0;  // frames that have come from a peer that has called `hold`
+  virtual void resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken) = 0;
+  virtual void add_stream(int peer, Fd socket) = 0;            // a further connection
+  virtual void give_up(int peer, const std::string& why) = 0;  // there is none; empty: its process has ended
+
+  virtual void notice(LogLevel level, const std::string& line) = 0;
+
+ protected:
+  ~ConnectionUser() = default;
+};
 
 class RedialTries {
  public:
@@ -65,42 +93,20 @@ class RedialTries {
 
 class Redialler {
  public:
-  struct Events {  // see Connections, of the engine
-    std::function<bool(int peer)> hold;
-    std::function<std::optional<uint64_t>(int peer)> settle;
-    // `streams`: the number of connections of the pair, this one included.
-    std::function<void(int peer, Fd socket, int streams, uint64_t taken)> resume;
-    std::function<void(int peer, Fd socket)> add_stream;               // a further one
-    std::function<void(int peer, const std::string& why)> not_healed;  // empty: its process has ended
-  };
-
-  // `heal_ms`: how long it tries before not_healed.
-  Redialler(Connector::Knowledge knowledge, int64_t heal_ms, Events events);
+  // `sharing`: knows the transports. `heal_ms`: how long it tries before it gives up.
+  Redialler(Connector::Knowledge knowledge, const SharedSetup& sharing, int64_t heal_ms, ConnectionUser& user);
 
   // The connection with that peer has broken, or only its host is silent.
   void heal(int peer, bool broken);
-  void take(Connector::Resumption it);  // a hello or knock of the peer
+  void take(HandshakeAttempt it);  // with a hello or knock of the peer
   bool busy() const;
-  void poll_for(std::vector<pollfd>& polled) const;
+  void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
   void step();  // does not block
 
  private:
-  enum class Stage { kConnecting, kAwaitReply, kAwaitConfirm, kAwaitResume, kOver };
-  struct Attempt {
-    int peer = -1;
-    HandshakeSocket socket;
-    Stage stage = Stage::kConnecting;
-    bool dialled = false;
-    int stream = 0;           // 0: the first, with which the pair goes on
-    int streams = 1;          // of the pair
-    std::size_t address = 0;  // of the case, if this side dials the first
-    Clock::time_point begin;
-    uint64_t number = 0;
-  };
   struct Case {
     bool open = false;
-    bool broken = false;     // otherwise its host is silent
-    bool under_way = false;  // an attempt has reached the resume: no other one may begin
+    bool broken = false;  // otherwise its host is silent
     Clock::time_point until{};
     uint64_t number = 0;  // of the last attempt: dialled, or let in
     uint64_t done = 0;    // of the last established one
@@ -108,35 +114,34 @@ class Redialler {
     RedialTries tries;
   };
 
-  bool dials(int peer) const { return peer < static_cast<int>(mine_.to); }
+  bool dials(int peer) const { return peer < self_.rank(); }
   Case& at(int peer) { return cases_[static_cast<std::size_t>(peer)]; }
   void open(int peer, bool broken, Clock::time_point until);
   void close(int peer);
+  bool under_way(int peer) const;  // an attempt has reached the resume: no other one may begin
   void begin_due(int peer, Clock::time_point now);
-  void advance(Attempt& attempt);
-  void on_connected(Attempt& attempt);
-  void on_message(Attempt& attempt);
-  void on_padding(Attempt& attempt);
-  void on_reply(Attempt& attempt);
-  void on_confirm(Attempt& attempt);
-  void on_resume(Attempt& attempt, uint64_t theirs);
-  bool send_frames_taken(Attempt& attempt);  // sends `resume`, after reading the old connection to its end
+  void dial(HandshakeAttempt::Facts facts);
+  void move_on(HandshakeAttempt& attempt);
+  void on_connected(HandshakeAttempt& attempt);
+  void on_proven(HandshakeAttempt& attempt);
+  void on_confirmed(HandshakeAttempt& attempt);
+  void on_resumed(HandshakeAttempt& attempt);
+  bool send_frames_taken(HandshakeAttempt& attempt);  // after reading the old connection to its end
   void dial_streams(int peer, Clock::time_point now);
-  void on_stream(Attempt& attempt);  // a further one is made
-  bool fits(const Attempt& stream);  // its connection is in use
-  bool send(Attempt& attempt, HandshakeType type, uint64_t number, Refusal refusal = Refusal::kNone);
-  void drop(Attempt& attempt, const std::string& why, bool refused = false);
+  void on_stream(HandshakeAttempt& attempt);         // a further one is made
+  bool fits(int peer, int stream, uint64_t number);  // that connection is in use, and lacks this stream
+  void note_failure(HandshakeAttempt& attempt);
   void give_up(int peer, const std::string& why);
 
   ExtraStreams streams_;  // of connections made here
-  const HandshakeFields mine_;
-  const std::vector<std::byte> secret_;
+  const HandshakeSelf self_;
   const std::vector<std::vector<SocketAddress>> addresses_;  // by peer
   const std::chrono::milliseconds heal_;
-  const Events events_;
+  const SharedSetup& sharing_;
+  ConnectionUser& user_;
   std::vector<Case> cases_;  // by peer
   std::size_t open_ = 0;
-  std::list<Attempt> attempts_;
+  HandshakeAttempts attempts_;
 };
 
 }  // namespace ringdp

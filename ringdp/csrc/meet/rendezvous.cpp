@@ -1,18 +1,26 @@
 #include "meet/rendezvous.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/text.h"
 #include "link/frame.h"
+#include "meet/addresses.h"
 #include "meet/connection_thread.h"
-#include "meet/rendezvous_run.h"
+#include "meet/connector.h"
+#include "meet/records.h"
+#include "meet/transport_setup.h"
 #include "shared/ready_tree.h"
 #include "transport/pair_memory.h"
 
@@ -35,6 +43,358 @@ bool connected_from_start(int a, int b, int world, int full_mesh_ranks) {
   if (std::has_single_bit(one_way) || std::has_single_bit(static_cast<unsigned>(world) - one_way)) return true;
   return ReadyTree::parent_of(a) == b || ReadyTree::parent_of(b) == a;
 }
+
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kCheckEvery{200};  // interval of looking whether the processes of this host live
+constexpr int kLookUpMs = 3000;
+constexpr milliseconds kPlacesWait{1000};  // for the addresses of ranks that have connected
+// In the kernel: with less, a burst of unauthenticated connections makes a rank of this job send its SYN twice.
+constexpr int kBacklog = 1024;
+
+std::string in_seconds(Clock::duration time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
+}
+
+// RendezvousRun: one `meet`: a loop that reads the other ranks' records (PeerRecords), advances the connections
+// (Connector) and checks which processes die, until this rank has all connections of the start. Then the
+// TransportSetup makes channels of them. RendezvousFailure publishes failures. Owned by `meet`, and used by its thread.
+class RendezvousRun {
+ public:
+  RendezvousRun(Store& store, const RendezvousOptions& options);
+
+  Mesh run();
+
+  // After an error of `run`: the error that this rank raises, published to the others. See RendezvousFailure.
+  Error agree_on_error(const Error& error, bool stopped);
+  Error store_lost(const Error& error) const { return failure_.store_lost(error); }
+
+ private:
+  void introduce();
+  void connect();
+  bool look();  // reads missing records; true if there were any
+  void take_job(const std::string& text);
+  void set_route(int peer);
+  void listen_if_known();
+  std::vector<std::string> addresses_to_listen_on(bool alone) const;
+  // Whether this rank and that one connect before `run` returns.
+  bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.full_mesh_ranks); }
+  bool connected(int peer) const { return connector_ && connector_->connected(peer); }
+  bool look_at_ended();  // of connections that have ended; true: one has
+  void check_processes();
+  void check_connections();
+  std::string missing_text() const;
+  [[noreturn]] void time_out();
+  Mesh mesh();
+  std::unique_ptr<ConnectionThread> leave_the_rest();
+
+  Store& store_;
+  const RendezvousOptions& options_;
+  const int rank_;
+  const int world_;
+  std::vector<Interface> interfaces_;
+  PeerRecords ranks_;
+  RendezvousFailure failure_;
+  RendezvousWait wait_;
+  TransportSetup transports_;
+  std::optional<Job> job_;
+  std::optional<Connector> connector_;
+  std::vector<char> suspected_;  // per rank: its process was once not found
+  Clock::time_point check_after_ = Clock::now();
+  Clock::time_point last_answer_ = check_after_;  // the last new record in the store
+};
+
+RendezvousRun::RendezvousRun(Store& store, const RendezvousOptions& options)
+    : store_(store),
+      options_(options),
+      rank_(options.rank),
+      world_(options.world),
+      interfaces_(interfaces()),
+      ranks_(store, options),
+      failure_(store, options, ranks_),
+      wait_(options),
+      transports_(options, ranks_, failure_, wait_),
+      suspected_(options.world, 0) {}
+
+Mesh RendezvousRun::run() {
+  introduce();
+  connect();
+  transports_.check_settings();  // before the sockets are taken, because they must stay open for a while if it throws
+  transports_.run(*connector_, [this] {
+    look_at_ended();
+    check_connections();
+    check_processes();
+  });
+  return mesh();
+}
+
+Error RendezvousRun::agree_on_error(const Error& error, bool stopped) {
+  if (!options_.listeners) return failure_.agree(error, stopped);
+  const GivenUp why = failure_.given_up(error);
+  if (transports_.begun()) {
+    transports_.sharing().notify(why);
+  } else if (connector_) {
+    connector_->notify(why);
+  }
+  return error;
+}
+
+void RendezvousRun::connect() {
+  auto next_look = Clock::now();
+  // A peer may have connected before its record was read. Its addresses are needed if the two connect later.
+  const bool later = world_ > options_.full_mesh_ranks;
+  // Replacing a broken connection needs its addresses.
+  std::optional<Clock::time_point> connected_at;
+  auto places_come = [&] {
+    if (!connected_at) connected_at = Clock::now();
+    return options_.heals && !ranks_.all_placed() && Clock::now() - *connected_at < kPlacesWait;
+  };
+  while (!connector_ || !connector_->complete() || !ranks_.all_present() || (later && !ranks_.all_placed()) ||
+         places_come()) {
+    auto now = Clock::now();
+    if (now >= next_look) {
+      if (look()) last_answer_ = now;
+      auto pause = std::chrono::duration_cast<milliseconds>(now - last_answer_) / 4;
+      next_look = now + std::clamp(pause, milliseconds(2), RendezvousWait::kLongestPause);
+    }
+    auto until_look = std::chrono::ceil<milliseconds>(next_look - Clock::now()).count();
+    int wait_ms =
+        wait_.deadline().remaining_ms(static_cast<int>(std::clamp<int64_t>(until_look, 0, RendezvousWait::kPollMs)));
+    if (connector_)
+      connector_->step(wait_ms);
+    else
+      poll(nullptr, 0, wait_ms);
+    if (options_.check_interrupt) options_.check_interrupt();
+    if (look_at_ended()) next_look = Clock::now();  // the store may have the reason
+    check_connections();
+    check_processes();
+    if (ranks_.all_present()) wait_.note_all_came();
+    if (wait_.notice_due()) wait_.notice(missing_text() + (wait_.all_came() ? " to connect" : " to join"));
+    if (wait_.deadline().expired()) time_out();
+  }
+}
+
+Mesh RendezvousRun::mesh() {
+  SharedSetup& sharing = transports_.sharing();
+  Mesh mesh;
+  mesh.peers.resize(world_);
+  for (int peer = 0; peer < world_; ++peer) {
+    MeshPeer& met = mesh.peers[peer];
+    met.info = ranks_[peer].info;
+    met.host_identity = ranks_[peer].identity;
+    met.site = ranks_[peer].site;
+    met.hello = ranks_[peer].hello;
+    if (peer == rank_) continue;
+    met.transport = &sharing.transport(peer);
+    met.checksums = options_.checksums && met.transport->checksums;
+    if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
+    met.channel = sharing.take(peer);
+    connector_->fix(peer);
+  }
+  mesh.round_trip_us = sharing.round_trip_us();
+  const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
+                                   [](const MeshPeer& it) { return it.channel && it.channel->direct() == nullptr; });
+  connector_->note_met(mesh.round_trip_us);
+  if (world_ > options_.full_mesh_ranks || (options_.heals && streams)) mesh.late = leave_the_rest();
+  return mesh;
+}
+
+std::unique_ptr<ConnectionThread> RendezvousRun::leave_the_rest() {
+  ConnectionThread::Start rest{.rank = rank_,
+                               .connector = std::move(*connector_),
+                               .sharing = std::move(transports_.sharing()),
+                               .peers = {},
+                               .elsewhere = {},
+                               .congestion = options_.congestion,
+                               .all_connected = world_ <= options_.full_mesh_ranks,
+                               .checksums = options_.checksums};
+  for (const PeerRecord& it : ranks_.all()) {
+    rest.peers.push_back(it.info);
+    rest.elsewhere.push_back(it.network != ranks_.self().network);
+  }
+  return std::make_unique<ConnectionThread>(std::move(rest));
+}
+
+// ---- The records in the store ----
+
+void RendezvousRun::introduce() {
+  if (const auto other = ranks_.rival()) {
+    const PeerInfo& self = ranks_.self().info;
+    throw failure_.make_error(
+        ErrorKind::kHandshake, rank_,
+        "two processes have rank " + std::to_string(rank_) + ": pid " + field(*other, "pid") + " on host " +
+            field(*other, "host") + " and pid " + std::to_string(self.pid) + " on host " + self.host,
+        "give every process a rank of its own; two jobs must not use the same MASTER_ADDR and MASTER_PORT");
+  }
+  ranks_.publish();
+  if (rank_ > 0) return;
+  Record record;
+  job_ = make_job(options_, record);
+  store_.set("job", write_record(record));
+}
+
+bool RendezvousRun::look() {
+  if (auto error = failure_.published()) throw *error;
+  bool found = false;
+  if (!job_) {
+    auto text = store_.find("job");
+    if (text) take_job(*text);
+    found = text.has_value();
+  }
+  const PeerRecords::Answers answers = ranks_.ask(connector_.has_value(), Clock::now() - last_answer_);
+  for (int peer : answers.placed) set_route(peer);
+  listen_if_known();
+  return found || answers.any;
+}
+
+void RendezvousRun::take_job(const std::string& text) {
+  std::string problem;
+  job_ = join_job(read_record(text), options_, problem);
+  if (!problem.empty())
+    throw failure_.make_error(ErrorKind::kHandshake, 0, problem,
+                              "start all ranks with the same version of ringdp and the same settings");
+}
+
+void RendezvousRun::set_route(int rank) {
+  const PeerRecord &self = ranks_.self(), &peer = ranks_[rank];
+  const bool same_network = peer.network == self.network;
+  // The process of this host lives, but the group that it had, with its listeners, may be destroyed.
+  const bool same_processes = peer.process.space == self.process.space && !options_.listeners;
+  const Transport* first = transport_between(self, peer).first;
+  connector_->set_route(rank, candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs), !same_processes,
+                        first == nullptr || first->open == nullptr);
+}
+
+// Listens on loopback once all ranks are known to be on this host; on addresses that others can reach as soon as one
+// is not.
+void RendezvousRun::listen_if_known() {
+  if (!job_ || connector_) return;
+  const PeerRecord& self = ranks_.self();
+  bool away = options_.several_hosts && !self.ips.empty();
+  for (const PeerRecord& it : ranks_.all()) {
+    bool chosen = !options_.interface.empty() && it.identity != self.identity;
+    away = away || (it.present && (it.network != self.network || chosen));
+  }
+  if (!ranks_.all_present() && !away) return;
+  HandshakeFields mine;
+  mine.job = job_->id;
+  mine.epoch = options_.epoch;
+  mine.to = static_cast<uint32_t>(rank_);
+  mine.world = static_cast<uint32_t>(world_);
+  auto listeners = options_.listeners ? options_.listeners()
+                                      : open_listeners(addresses_to_listen_on(!away), options_.port_low,
+                                                       options_.port_high, std::max(kBacklog, world_));
+  const auto published = addresses_to_publish(listeners, away ? options_.advertise : "");
+  std::vector<char> wanted(world_, 0);
+  for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
+  connector_.emplace(mine, job_->secret, wanted, options_.streams, options_.congestion);
+  connector_->listener().listen_on(std::move(listeners));
+  ranks_.publish_addresses(published);
+}
+
+std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const {
+  if (alone) {
+    for (const Interface& it : interfaces_)
+      if (it.is_loopback && it.ip == "127.0.0.1") return {it.ip};
+    for (const Interface& it : interfaces_)
+      if (it.is_loopback) return {it.ip};
+    return {"127.0.0.1"};
+  }
+  // An address that another host has too (docker0) is useless, as is a family that no other rank has.
+  std::set<std::string> elsewhere, families;
+  auto family = [](const std::string& ip) { return std::string(ip.find(':') == std::string::npos ? "4" : "6"); };
+  for (const PeerRecord& it : ranks_.all()) {
+    if (!it.present || it.network == ranks_.self().network) continue;
+    elsewhere.insert(it.ips.begin(), it.ips.end());
+    for (const std::string& ip : it.ips) families.insert(family(ip));
+  }
+  std::vector<std::string> wanted, useful;
+  for (const Interface& it : select_interfaces(interfaces_, options_.interface)) {
+    wanted.push_back(it.ip);
+    bool leads_somewhere = !elsewhere.contains(it.ip) && (families.empty() || families.contains(family(it.ip)));
+    if (leads_somewhere) useful.push_back(it.ip);
+  }
+  return useful.empty() ? wanted : useful;
+}
+
+// ---- Which ranks live ----
+
+// Either end may have died: checks its process at once.
+bool RendezvousRun::look_at_ended() {
+  if (!connector_ || connector_->take_ended().empty()) return false;
+  check_after_ = Clock::now();
+  return true;
+}
+
+void RendezvousRun::check_processes() {
+  auto now = Clock::now();
+  if (now < check_after_) return;
+  check_after_ = now + std::max(kCheckEvery, milliseconds(10 * world_));
+  for (int rank = 0; rank < world_; ++rank) {
+    const PeerRecord& peer = ranks_[rank];
+    // A connection shows the end by itself, and distinguishes a rank that left in good order from one that died.
+    if (rank == rank_ || !peer.present || connected(rank)) continue;
+    bool gone = certainly_gone(peer.process);
+    // Checked twice: its last message may still be in flight.
+    if (gone && suspected_[rank] != 0)
+      throw failure_.make_error(ErrorKind::kPeerLost, rank,
+                                peer.info.text() + " died while the ranks met: there is no such process",
+                                "look at its log for the reason");
+    if (gone) check_after_ = now + milliseconds(RendezvousWait::kPollMs);
+    suspected_[rank] = gone;
+  }
+}
+
+void RendezvousRun::check_connections() {
+  if (!connector_) return;
+  auto failure = connector_->failure();
+  if (!failure) return;
+  if (failure->given_up) throw failure_.make_error(failure->peer, *failure->given_up);
+  ranks_.ask_for(failure->peer);  // it may have connected before its record was read
+  UnreachableText text =
+      unreachable_text(ranks_.self().info, ranks_[failure->peer].info, *failure, "while the ranks met");
+  throw failure_.make_error(text.kind, failure->peer, text.text, text.advice);
+}
+
+std::string RendezvousRun::missing_text() const {
+  std::vector<std::string> absent, unconnected;
+  for (int rank = 0; rank < world_; ++rank) {
+    const PeerRecord& peer = ranks_[rank];
+    if (rank == rank_ || connected(rank)) continue;
+    if (peer.present && !at_start(rank)) continue;
+    if (!peer.present) absent.push_back(std::to_string(rank));
+    std::string why = connector_ ? connector_->problem(rank) : "";
+    unconnected.push_back(peer.info.text() + (why.empty() ? "" : " [" + why + "]"));
+  }
+  if (absent.empty()) return join(unconnected, ", ");
+  constexpr std::size_t kShown = 8;
+  std::size_t more = absent.size() > kShown ? absent.size() - kShown : 0;
+  std::string ranks = absent.size() > 1 ? "ranks " : "rank ";
+  absent.resize(absent.size() - more);
+  return ranks + join(absent, ", ") + (more > 0 ? " and " + std::to_string(more) + " more" : "");
+}
+
+void RendezvousRun::time_out() {
+  std::string waited = " Timed out after " + in_seconds(wait_.waited()) + ": it waited for ";
+  std::string me = ranks_.self().info.text();
+  for (const PeerRecord& it : ranks_.all())
+    if (!it.present)
+      throw failure_.make_error(ErrorKind::kTimeout, it.info.rank,
+                                me + waited + missing_text() + " of " + std::to_string(world_) + ", which never came",
+                                "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
+  int first = 0;
+  auto waits_for = [&](int peer) {
+    return peer != rank_ && (at_start(peer) ? !connected(peer) : !ranks_[peer].placed);
+  };
+  while (first + 1 < world_ && !waits_for(first)) ++first;
+  throw failure_.make_error(
+      ErrorKind::kTimeout, first, me + waited + missing_text() + " to connect",
+      "look at their logs: they may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
+}
+
+}  // namespace
 
 Mesh::Mesh() = default;
 Mesh::~Mesh() = default;
@@ -98,13 +458,13 @@ void PendingMesh::close(const std::string& reason) {
   header.type = FrameType::kBye;
   header.length = static_cast<uint32_t>(payload.size());
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head{};
-  const std::string padding(Channel::padding_of(payload.size()), '\0');
+  const std::string padding(DirectReader::padding_of(payload.size()), '\0');
   mesh_.late.reset();
   for (MeshPeer& peer : mesh_.peers) {
     if (!peer.channel) continue;
     const FrameCheck check(peer.checksums);
     check.write_head(header, std::as_bytes(std::span(payload)), head.data());
-    const std::string bytes = peer.channel->direct() ? payload + padding : payload;
+    const std::string bytes = peer.channel->direct() != nullptr ? payload + padding : payload;
     std::array<iovec, 2> pieces{{{head.data(), check.head_bytes()}, {const_cast<char*>(bytes.data()), bytes.size()}}};
     peer.channel->send(pieces);  // the first bytes on it: there is room, unless the peer has ended
     peer.channel.reset();

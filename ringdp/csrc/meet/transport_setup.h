@@ -12,9 +12,8 @@
 
 #include "base/deadline.h"
 #include "meet/connector.h"
-#include "meet/peer_records.h"
+#include "meet/records.h"
 #include "meet/rendezvous.h"
-#include "meet/rendezvous_failure.h"
 #include "meet/store.h"
 #include "shared/shared_setup.h"
 

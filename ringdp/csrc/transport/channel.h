@@ -2,7 +2,8 @@
 // (transport.h). Used by the thread that drives the engine, one at a time. Owns its descriptor or segment.
 //
 // It is read in one of two ways: `receive` copies bytes that have come; a transport whose bytes are in this process's
-// memory already is `direct`: `peek` returns them, and `consume` releases them.
+// memory already has a DirectReader in place of it. A channel through a network has a NetworkPath: what is known of
+// the way to the peer's host. Both are parts of the channel, and live as long as it does.
 #pragma once
 
 #include <sys/uio.h>
@@ -20,6 +21,7 @@ namespace ringdp {
 enum class IoStatus {
   kOk,          // `bytes` were moved (fewer than offered is normal)
   kWouldBlock,  // nothing moved; poll the descriptor
+  kHeldBack,    // nothing was sent: the rate limiter refused. Retry after a delay; do not poll
   kClosed,      // the peer ended the stream
   kBroken       // `error_number` says why
 };
@@ -30,59 +32,45 @@ struct IoResult {
   int error_number = 0;
 };
 
-// Advice to a user if packets of the size that the hosts send do not arrive.
-inline constexpr const char* kLargePacketsAdvice =
-    "give the interfaces of these hosts and everything between them the same MTU (ip link set dev NAME mtu BYTES, as "
-    "small "
-    "as the smallest of them), or let Linux find the size: sysctl -w net.ipv4.tcp_mtu_probing=1 on every host";
-
-class Channel {
+// Bytes of such a channel come without its descriptor.
+class DirectReader {
  public:
-  // Of a direct channel: the alignment in memory of a frame, if all frames before it are padded to this.
-  static constexpr std::size_t kDirectAlignment = 64;
+  // The alignment in memory of a frame, if all frames before it are padded to this.
+  static constexpr std::size_t kAlignment = 64;
   // The padding of a payload up to that.
   static constexpr std::size_t padding_of(std::size_t payload) {
-    return (kDirectAlignment - payload % kDirectAlignment) % kDirectAlignment;
+    return (kAlignment - payload % kAlignment) % kAlignment;
   }
 
-  virtual ~Channel() = default;
+  // All unread bytes, contiguous, valid until `consume`, which releases them; if there are none, the status is the
+  // reason.
+  virtual IoStatus peek(std::span<const std::byte>& bytes) = 0;
+  virtual void consume(std::size_t bytes) = 0;
 
-  virtual IoResult send(std::span<const iovec> pieces) = 0;
-  // The rate limiter refused the last `send`. Retry after a delay; do not poll.
-  virtual bool held_back() const { return false; }
+  // Called before a thread sleeps on the descriptor: true if it turns readable from now on when bytes come (with
+  // `for_room`, also when there is room); false if there are bytes already: do not sleep.
+  virtual bool before_sleep(bool for_room) = 0;
+  virtual void after_sleep() = 0;
+  virtual void noticed() = 0;  // the descriptor was readable: the next `peek` or `send` reads it
 
+  virtual int bell_fd() const = 0;  // a second descriptor, which only wakes: it is never read
+
+ protected:
+  ~DirectReader() = default;
+};
+
+class NetworkPath {
+ public:
   // From now on at most about so many bytes are queued unsent in the kernel, so that later bytes are not delayed.
-  virtual void limit_unsent(std::size_t) {}
-
-  virtual bool direct() const { return false; }
-  virtual IoResult receive(std::span<const iovec> pieces) = 0;  // unless direct
-  // Only if direct. All unread bytes, contiguous, valid until `consume`; if there are none, `status` is the reason.
-  virtual IoStatus peek(std::span<const std::byte>& bytes) {
-    bytes = {};
-    return IoStatus::kWouldBlock;
-  }
-  virtual void consume(std::size_t) {}
-
+  virtual void limit_unsent(std::size_t /*bytes*/) {}
+  // How many sent bytes may not have reached the peer's host: lost if the channel breaks now.
+  virtual std::size_t undelivered() { return 0; }
   // Adds a socket to the peer, in place of an empty one of Transport::open.
   virtual void add_stream(Fd) {}
 
-  // How many sent bytes may not have reached the peer's host: lost if the channel breaks now.
-  virtual std::size_t undelivered() { return 0; }
-  virtual bool drained() = 0;                 // all sent bytes have reached the peer's host: closing now loses none
-  virtual void close_send() = 0;              // no more bytes will be sent; the peer sees kClosed after the last one
-  virtual int poll_fd() const = 0;            // for the Poller; readable may also mean room to send
-  virtual int bell_fd() const { return -1; }  // a second one, if any, which only wakes: it is never read
-
-  // Bytes of a direct channel come without its descriptor. Called before a thread sleeps on the descriptor: true if it
-  // turns readable from now on when bytes come (with `for_room`, also when there is room); false if there are bytes
-  // already: do not sleep.
-  virtual bool before_sleep(bool /*for_room*/) { return true; }
-  virtual void after_sleep() {}
-  virtual void noticed() {}  // the descriptor was readable: the next `peek` or `send` reads it
-
-  // The liveness of the peer's host, not of its process. Transports inside a host keep the defaults.
-  virtual void watch_host(int64_t) {
-  }  // probes the host while the channel is idle: a dead one breaks the channel in that many ms
+  // The liveness of the peer's host, not of its process: probes it while the channel is idle; a dead one breaks the
+  // channel in that many ms.
+  virtual void watch_host(int64_t /*silence_ms*/) {}
   virtual int64_t host_silence_ms() { return 0; }  // for how long an acknowledgement is overdue; 0: none is
 
   // Bytes in flight do not arrive, though the peer's host answers: for how long, and the largest size of their
@@ -107,7 +95,23 @@ class Channel {
   // A system setting that makes it slow, and a better value; empty: none is known.
   virtual std::string slowed_by() const { return ""; }
 
+ protected:
+  ~NetworkPath() = default;
+};
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  virtual IoResult send(std::span<const iovec> pieces) = 0;
+  virtual IoResult receive(std::span<const iovec> pieces) = 0;  // unless direct
+  virtual bool drained() = 0;                // all sent bytes have reached the peer's host: closing now loses none
+  virtual void close_send() = 0;             // no more bytes will be sent; the peer sees kClosed after the last one
+  virtual int poll_fd() const = 0;           // for the Poller; readable may also mean room to send
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
+
+  virtual DirectReader* direct() { return nullptr; }  // null: a stream, for `receive`
+  virtual NetworkPath* path() { return nullptr; }     // null: inside a host
 };
 
 }  // namespace ringdp

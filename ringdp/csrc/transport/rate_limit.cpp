@@ -29,8 +29,7 @@ void RateLimiter::spend(std::size_t bytes, Clock::time_point now) {
 IoResult LimitedChannel::send(std::span<const iovec> pieces) {
   auto now = Clock::now();
   std::size_t allowed = limiter_.allowance(now);
-  held_back_ = allowed == 0;
-  if (held_back_) return {IoStatus::kWouldBlock};
+  if (allowed == 0) return {IoStatus::kHeldBack};
   IoResult result = inner_->send(first_bytes(pieces, allowed));
   if (result.status == IoStatus::kOk) limiter_.spend(result.bytes, now);
   return result;

@@ -1,6 +1,6 @@
 // A sending rate limit in software: RateLimiter counts for all channels of a process, LimitedChannel asks it before
-// each send. Receiving is not limited: the peers limit their sends. Used by the thread that drives the engine, which
-// sleeps until `next` where a channel is held back.
+// each send (kHeldBack). Receiving is not limited: the peers limit their sends. Used by the thread that drives the
+// engine, which sleeps until `next` where a channel is held back.
 //
 // The first bytes of a list of pieces, for channels that send less than they are offered. Any thread.
 #pragma once
@@ -59,27 +59,16 @@ class LimitedChannel final : public Channel {
   LimitedChannel(std::unique_ptr<Channel> inner, RateLimiter& limiter) : inner_(std::move(inner)), limiter_(limiter) {}
 
   IoResult send(std::span<const iovec> pieces) override;
-  bool held_back() const override { return held_back_; }
   IoResult receive(std::span<const iovec> pieces) override { return inner_->receive(pieces); }
-  std::size_t undelivered() override { return inner_->undelivered(); }
-  void add_stream(Fd socket) override { inner_->add_stream(std::move(socket)); }
   bool drained() override { return inner_->drained(); }
   void close_send() override { inner_->close_send(); }
-  void limit_unsent(std::size_t bytes) override { inner_->limit_unsent(bytes); }
   int poll_fd() const override { return inner_->poll_fd(); }
-  int bell_fd() const override { return inner_->bell_fd(); }
-  void noticed() override { inner_->noticed(); }
-  void watch_host(int64_t silence_ms) override { inner_->watch_host(silence_ms); }
-  int64_t host_silence_ms() override { return inner_->host_silence_ms(); }
-  HeldUp held_up() override { return inner_->held_up(); }
-  std::optional<Carried> carried() const override { return inner_->carried(); }
-  std::string slowed_by() const override { return inner_->slowed_by(); }
   std::string describe() const override { return inner_->describe(); }
+  NetworkPath* path() override { return inner_->path(); }
 
  private:
   std::unique_ptr<Channel> inner_;
   RateLimiter& limiter_;
-  bool held_back_ = false;
 };
 
 }  // namespace ringdp

@@ -76,7 +76,7 @@ static_assert(sizeof(Control) <= PairMemory::kControlBytes);
 // Single producer, single consumer per direction. A side that is about to sleep first sets `wants`, then checks the
 // counters once more; the other side first moves its counter, then reads `wants`. Both in sequentially consistent
 // order, so one of the two sees the other.
-class ShmChannel final : public Channel {
+class ShmChannel final : public Channel, private DirectReader {
  public:
   explicit ShmChannel(SharedPair pair)
       : memory_(std::move(pair.memory)),
@@ -115,7 +115,7 @@ class ShmChannel final : public Channel {
     return sent(moved);
   }
 
-  bool direct() const override { return true; }
+  DirectReader* direct() override { return this; }
   IoResult receive(std::span<const iovec>) override { return {IoStatus::kBroken, 0, ENOTSUP}; }
 
   IoStatus peek(std::span<const std::byte>& bytes) override {

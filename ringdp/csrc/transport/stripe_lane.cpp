@@ -92,7 +92,7 @@ IoResult StripeSender::put(uint64_t offset, std::size_t length, const PieceCurso
 std::optional<uint64_t> StripeSender::undelivered_from() {
   if (doubted_) return put_.empty() ? std::nullopt : std::optional(put_.front().offset);
   const std::size_t waits = rest_.size() - rest_sent_;
-  const std::size_t under_way = socket_.undelivered();
+  const std::size_t under_way = socket_.path()->undelivered();
   const uint64_t delivered = under_way <= carried_ && waits <= carried_ - under_way ? carried_ - under_way - waits : 0;
   while (!put_.empty() && put_.front().end <= delivered) put_.pop_front();
   return put_.empty() ? std::nullopt : std::optional(put_.front().offset);

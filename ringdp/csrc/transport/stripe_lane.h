@@ -99,7 +99,7 @@ struct Stripe {
 
 class StripeSender {
  public:
-  explicit StripeSender(Channel& socket) : socket_(socket) {}
+  explicit StripeSender(Channel& socket) : socket_(socket) {}  // which has a path
 
   bool has_room() const { return !full_; }  // at the last send
   bool flushed() const { return rest_.empty(); }

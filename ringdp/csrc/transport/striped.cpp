@@ -47,15 +47,17 @@ void watch(const Fd& epoll, int fd, uint32_t token, uint32_t events) {
 }
 
 struct Lane {
-  explicit Lane(std::unique_ptr<Channel> channel) : socket(std::move(channel)), out(*socket), in(*socket) {}
+  explicit Lane(std::unique_ptr<Channel> channel)
+      : socket(std::move(channel)), path(*socket->path()), out(*socket), in(*socket) {}
 
   std::unique_ptr<Channel> socket;
+  NetworkPath& path;
   StripeSender out;
   StripeReceiver in;
   bool watched = true;  // for bytes
 };
 
-class StripedChannel final : public Channel {
+class StripedChannel final : public Channel, private NetworkPath {
  public:
   StripedChannel(std::vector<std::unique_ptr<Channel>> sockets, std::size_t reorder_bytes)
       : readable_(make_epoll()),
@@ -71,7 +73,7 @@ class StripedChannel final : public Channel {
 
   IoResult send(std::span<const iovec> pieces) override;
   IoResult receive(std::span<const iovec> pieces) override;
-  void noticed() override { look_for_room(); }
+  NetworkPath* path() override { return this; }
 
   // Later stripes are also sent on it.
   void add_stream(Fd socket) override {
@@ -79,7 +81,7 @@ class StripedChannel final : public Channel {
       return;  // the other side sees its end
     add(make_tcp_channel(std::move(socket)));
     lanes_.back()->out.doubt();
-    if (silence_ms_ > 0) lanes_.back()->socket->watch_host(silence_ms_);
+    if (silence_ms_ > 0) lanes_.back()->path.watch_host(silence_ms_);
     if (unsent_bytes_ > 0) limit_unsent(unsent_bytes_);
     look_for_room();
   }
@@ -87,7 +89,7 @@ class StripedChannel final : public Channel {
   void limit_unsent(std::size_t bytes) override {
     unsent_bytes_ = bytes;
     stripe_bytes_ = std::clamp(bytes / lanes_.size(), kLeastStripeBytes, kStripeBytes);
-    for (auto& it : lanes_) it->socket->limit_unsent(stripe_bytes_);
+    for (auto& it : lanes_) it->path.limit_unsent(stripe_bytes_);
   }
 
   // A delivered stripe counts only if all before it are delivered.
@@ -112,15 +114,14 @@ class StripedChannel final : public Channel {
 
   void watch_host(int64_t silence_ms) override {
     silence_ms_ = silence_ms;
-    for (auto& it : lanes_) it->socket->watch_host(silence_ms);
+    for (auto& it : lanes_) it->path.watch_host(silence_ms);
   }
 
   // The host answers if it answers on one of them.
   int64_t host_silence_ms() override {
     int64_t shortest = 0;
     for (auto& it : lanes_)
-      if (const int64_t ms = it->socket->host_silence_ms(); ms > 0)
-        shortest = shortest == 0 ? ms : std::min(shortest, ms);
+      if (const int64_t ms = it->path.host_silence_ms(); ms > 0) shortest = shortest == 0 ? ms : std::min(shortest, ms);
     return shortest;
   }
 
@@ -129,7 +130,7 @@ class StripedChannel final : public Channel {
 
   std::string slowed_by() const override {
     std::string text;
-    for (auto it = lanes_.begin(); it != lanes_.end() && text.empty(); ++it) text = (*it)->socket->slowed_by();
+    for (auto it = lanes_.begin(); it != lanes_.end() && text.empty(); ++it) text = (*it)->path.slowed_by();
     return text;
   }
 
@@ -143,8 +144,8 @@ class StripedChannel final : public Channel {
     const auto token = static_cast<uint32_t>(lanes_.size());
     watch(readable_, socket->poll_fd(), token, EPOLLIN);
     watch(room_, socket->poll_fd(), token, EPOLLOUT | EPOLLET);
-    socket->limit_unsent(kUnsentBytes);
     lanes_.push_back(std::make_unique<Lane>(std::move(socket)));
+    lanes_.back()->path.limit_unsent(kUnsentBytes);
   }
   void look_for_room();
   void note_sent(const IoResult& result);
@@ -230,12 +231,14 @@ IoResult StripedChannel::receive(std::span<const iovec> pieces) {
   std::array<epoll_event, kMostEvents> events;
   do {
     const int count = epoll_wait(readable_.get(), events.data(), static_cast<int>(events.size()), 0);
-    for (int i = 0; i < count; ++i)
-      if (const uint32_t lane = events[i].data.u32; lane < lanes_.size()) {
-        lanes_[lane]->in.pull(buffer_, to);
-        if (lanes_[lane]->in.has_begun()) lanes_[lane]->out.trust();
-        follow(lane);
-      }
+    for (int i = 0; i < count; ++i) {
+      const uint32_t lane = events[i].data.u32;
+      if (lane == kRoom) look_for_room();
+      if (lane >= lanes_.size()) continue;
+      lanes_[lane]->in.pull(buffer_, to);
+      if (lanes_[lane]->in.has_begun()) lanes_[lane]->out.trust();
+      follow(lane);
+    }
   } while (wake_stalled() && to.left() > 0);
   note_more();
   if (to.done() > 0) return {IoStatus::kOk, to.done(), 0};
@@ -303,12 +306,12 @@ void StripedChannel::abandon() {
   for (auto& it : lanes_) it->socket->close_send();
 }
 
-Channel::HeldUp StripedChannel::held_up() {
+NetworkPath::HeldUp StripedChannel::held_up() {
   HeldUp longest;
   int64_t shortest_silence = INT64_MAX, longest_silence = 0;
   for (auto& it : lanes_) {
-    const HeldUp held_up = it->socket->held_up();
-    const int64_t silence = it->socket->host_silence_ms();
+    const HeldUp held_up = it->path.held_up();
+    const int64_t silence = it->path.host_silence_ms();
     shortest_silence = std::min(shortest_silence, silence);
     longest_silence = std::max(longest_silence, silence);
     if (held_up.ms > longest.ms) longest = held_up;
@@ -326,13 +329,13 @@ Channel::HeldUp StripedChannel::held_up() {
   return longest;
 }
 
-std::optional<Channel::Carried> StripedChannel::carried() const {
+std::optional<NetworkPath::Carried> StripedChannel::carried() const {
   Carried all;
   const auto shorter = [](int64_t a, int64_t b) { return a == 0 || b == 0 ? std::max(a, b) : std::min(a, b); };
   int64_t resting_us = 0;
   all.idle_ms = INT64_MAX;
   for (const auto& it : lanes_) {
-    const auto one = it->socket->carried();
+    const auto one = it->path.carried();
     if (!one) return std::nullopt;
     all.bytes += one->bytes;
     all.busy_us = std::max(all.busy_us, one->busy_us);

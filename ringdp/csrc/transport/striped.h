@@ -55,7 +55,7 @@ inline constexpr int kMostStreams = 32;
 // the most that is buffered while a stripe is missing
 inline constexpr std::size_t kReorderBytes = std::size_t{16} << 20;
 
-// `sockets`: the channels over them, at least one, none of them direct; in the same number at the other end, in any
+// `sockets`: the channels over them, at least one, each with a path; in the same number at the other end, in any
 // order.
 std::unique_ptr<Channel> make_striped_channel(std::vector<std::unique_ptr<Channel>> sockets,
                                               std::size_t reorder_bytes = kReorderBytes);

@@ -51,7 +51,7 @@ SocketAddress end_of(int fd, GetName get_name) {
   return SocketAddress::from_raw(reinterpret_cast<sockaddr*>(&storage), length);
 }
 
-class TcpChannel final : public Channel {
+class TcpChannel final : public Channel, private NetworkPath {
  public:
   explicit TcpChannel(Fd socket) : fd_(std::move(socket)) {
     send_at_once(fd_.get());
@@ -120,6 +120,7 @@ class TcpChannel final : public Channel {
   HeldUp held_up() override { return watch_.held_up(); }
   std::optional<Carried> carried() const override { return TcpHealth::carried(fd_.get()); }
   std::string slowed_by() const override { return TcpLimits::of(fd_.get()).text(); }
+  NetworkPath* path() override { return this; }
   int poll_fd() const override { return fd_.get(); }
   std::string describe() const override { return description_; }
 

@@ -57,16 +57,16 @@ std::optional<TcpHealth::Counters> TcpHealth::Counters::of(int fd) {
       .window_bytes = info.tcpi_snd_wnd};  // 0 where the kernel is too old to tell
 }
 
-std::optional<Channel::Carried> TcpHealth::carried(int fd) {
+std::optional<NetworkPath::Carried> TcpHealth::carried(int fd) {
   tcp_info info{};
   socklen_t length = sizeof(info);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return std::nullopt;
-  return Channel::Carried{.bytes = info.tcpi_bytes_acked,
-                          .busy_us = static_cast<int64_t>(info.tcpi_busy_time - info.tcpi_rwnd_limited),
-                          .round_trip_us = info.tcpi_rtt,
-                          .least_round_trip_us = known(info.tcpi_min_rtt),
-                          .idle_ms = info.tcpi_last_data_sent,
-                          .bytes_per_s = info.tcpi_delivery_rate};
+  return NetworkPath::Carried{.bytes = info.tcpi_bytes_acked,
+                              .busy_us = static_cast<int64_t>(info.tcpi_busy_time - info.tcpi_rwnd_limited),
+                              .round_trip_us = info.tcpi_rtt,
+                              .least_round_trip_us = known(info.tcpi_min_rtt),
+                              .idle_ms = info.tcpi_last_data_sent,
+                              .bytes_per_s = info.tcpi_delivery_rate};
 }
 
 void TcpHealth::look(const Counters& counters, Clock::time_point now) {

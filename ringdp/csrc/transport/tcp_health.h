@@ -38,7 +38,7 @@ class TcpHealth {
     bool refused() const { return unacknowledged == 0 && waiting_bytes > 0 && window_bytes >= packet_bytes; }
   };
 
-  static std::optional<Channel::Carried> carried(int fd);
+  static std::optional<NetworkPath::Carried> carried(int fd);
 
   explicit TcpHealth(Clock::time_point now) : looked_at_(now), silent_since_(now), held_up_since_(now) {}
 

@@ -15,7 +15,7 @@ TcpWatch::TcpWatch(int fd) : fd_(fd), peer_(SocketAddress::far_end_of(fd)) {}
 
 int64_t TcpWatch::host_silence_ms() { return look() ? health_.silence_ms(Clock::now()) : 0; }
 
-Channel::HeldUp TcpWatch::held_up() {
+NetworkPath::HeldUp TcpWatch::held_up() {
   if (!look()) health_.note_reset();
   return {health_.held_up_ms(Clock::now()), health_.packet_bytes_under_way()};
 }

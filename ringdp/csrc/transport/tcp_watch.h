@@ -9,12 +9,17 @@
 
 namespace ringdp {
 
+// Advice to a user if packets of the size that the hosts send do not arrive (NetworkPath::HeldUp).
+inline constexpr const char* kLargePacketsAdvice =
+    "give the interfaces of these hosts and everything between them the same MTU (ip link set dev NAME mtu BYTES, as "
+    "small as the smallest of them), or let Linux find the size: sysctl -w net.ipv4.tcp_mtu_probing=1 on every host";
+
 class TcpWatch {
  public:
   explicit TcpWatch(int fd);  // which outlives this
 
   int64_t host_silence_ms();
-  Channel::HeldUp held_up();
+  NetworkPath::HeldUp held_up();
   const SocketAddress& peer() const { return peer_; }
 
  private:

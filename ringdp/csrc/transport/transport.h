@@ -21,7 +21,7 @@ struct Transport {
   std::string_view name;   // in RINGDP_TRANSPORT, in the job's store and for Python: "tcp"
   std::string_view title;  // in log lines: "TCP"
   bool same_host = false;  // only between ranks of one host
-  bool direct = false;     // its channels are (Channel::direct): polling for bytes takes no system call
+  bool direct = false;     // its channels have a DirectReader: polling for bytes takes no system call
   bool checksums = false;  // bytes may be corrupted on the way: frames have checksums if RINGDP_CHECKSUM asks for them
 
   // Opens the channel over the authenticated TCP connections to the peer: one, or several on a long path. An empty

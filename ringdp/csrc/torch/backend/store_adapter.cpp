@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "transport/channel.h"
+#include "transport/tcp_watch.h"
 
 namespace ringdp {
 
@@ -119,7 +119,7 @@ bool StoreWatch::short_answers_come(Clock::time_point call) {
 
 std::optional<std::pair<int, StoreWatch::Verdict>> StoreWatch::judge(Clock::time_point call) {
   for (auto& [fd, watch] : connections_) {
-    const Channel::HeldUp held_up = watch.held_up();
+    const NetworkPath::HeldUp held_up = watch.held_up();
     const std::string where = "the job's store at " + place_ + " (" + connection_text(fd) + ")";
     if (held_up.ms >= kHeldUpMs)
       return std::pair(fd, Verdict{true, "the path to " + where + " does not pass large packets: none with up to " +

@@ -340,7 +340,7 @@ void bind_process_group(py::module_& module) {
         for (int rank = 0; rank < members->view().size; ++rank) {
           const auto it = carried.find(members->view().members[static_cast<std::size_t>(rank)]);
           if (it == carried.end()) continue;
-          const Channel::Carried& peer = it->second;
+          const NetworkPath::Carried& peer = it->second;
           found[rank] = {peer.bytes, static_cast<double>(peer.busy_us) * 1e-6,
                          static_cast<double>(peer.round_trip_us) * 1e-6, peer.bytes_per_s};
         }

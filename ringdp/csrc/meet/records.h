@@ -1,11 +1,20 @@
+// What the ranks of a job write into its store before and while they meet, and read of each other.
+//
 // PeerRecords: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
 // its addresses. Publishes this rank's, and reads the others'. Nothing blocks but the store. Owned by a RendezvousRun
 // and used by its thread.
 //
 // This rank's host and process: a name for messages, identities that ranks compare, and whether a process of this host
 // still exists. Any thread.
+//
+// Job: the record of the job that rank 0 publishes, and its comparison with another rank's settings, which names the
+// difference (version, world size, restart count, secret). Value types, any thread.
+//
+// RendezvousFailure: publishes this rank's failure in the store, and reads the others', so that all ranks raise the
+// same error. Owned by a RendezvousRun and used by its thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -13,9 +22,12 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "link/connection.h"
+#include "meet/handshake.h"
 #include "meet/rendezvous.h"
 #include "meet/store.h"
+#include "shared/fd_socket.h"
 #include "transport/transport.h"
 
 namespace ringdp {
@@ -96,6 +108,44 @@ class PeerRecords {
   const Record own_record_;
   std::vector<PeerRecord> ranks_;
   std::size_t next_key_ = 0;
+};
+
+struct Job {
+  JobId id{};
+  std::vector<std::byte> secret;
+};
+
+// Rank 0: a new job and its record; the secret itself is in it only if the launcher gave none.
+Job make_job(const RendezvousOptions& options, Record& record);
+
+// Any other rank. If they differ, `problem` names the difference in a text that is true on every rank.
+Job join_job(const Record& record, const RendezvousOptions& options, std::string& problem);
+
+class RendezvousFailure {
+ public:
+  RendezvousFailure(Store& store, const RendezvousOptions& options, const PeerRecords& ranks)
+      : store_(store), options_(options), ranks_(ranks) {}
+
+  // The text must be true on every rank.
+  Error make_error(ErrorKind kind, int peer, const std::string& text, const std::string& advice) const;
+  Error make_error(int from, const GivenUp& why) const;
+  std::optional<Error> published();  // another rank's failure
+
+  // After an error on this rank: publishes it, or, if another rank was first, returns that rank's error. `stopped`: by
+  // an exception that is not an Error (an interrupt). Throws only StoreLost.
+  Error agree(const Error& error, bool stopped);
+  Error store_lost(const Error& error) const;
+  GivenUp given_up(const Error& error) const;  // for peers that do not read the store any more
+
+ private:
+  std::string text_of(const Error& error) const;
+  // waits until the others have read the failure, since the store may end with this process
+  void linger(int limit_ms, int dead);
+
+  Store& store_;
+  const RendezvousOptions& options_;
+  const PeerRecords& ranks_;
+  bool read_ = false;
 };
 
 }  // namespace ringdp
