@@ -164,13 +164,6 @@ class NamedScope:
     def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
-class UnitScope:
-    """The operations that this thread calls between enter and exit belong to a unit."""
-
-    def __init__(self) -> None: ...
-    def enter(self) -> None: ...
-    def exit(self) -> None: ...
-
 class BackendWatchdog:
     """Aborts a backend that moves device tensors when the ring beside it fails."""
 
@@ -489,16 +482,10 @@ def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[tor
     is row place // ranks of rank place % ranks, as int32 rows of their owners, owner by owner.
     """
 
-def begin_unit(process_group: ProcessGroup, what: str) -> int:
-    """Begins the next unit and returns its number; `what` is its name in the log."""
-
 def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
     """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
     there was something to carry, the round trip in seconds, and bytes a second lately.
     """
-
-def change_members(process_group: ProcessGroup, unit: int, view: int) -> bool:
-    """After a loss in that view: agrees on the next one. True: the unit counts; False: make it again."""
 
 def codec_broken_promises(codec: str) -> list[str]:
     """A sentence for each broken rule of the codec's contract. After one, do not use the codec: it may corrupt
@@ -513,9 +500,6 @@ def codec_compress(codec: str, x: torch.Tensor) -> torch.Tensor:
 
 def codec_decompress(codec: str, code: torch.Tensor, numel: int) -> torch.Tensor:
     """float32 [numel]. Raises ValueError for a code of another length."""
-
-def commit_unit(process_group: ProcessGroup, unit: int) -> None:
-    """Returns when all members have done it."""
 
 def create_process_group(
     *,
@@ -717,6 +701,11 @@ def registered_transports() -> list[dict[str, Any]]:
 def rotate(x: torch.Tensor, signs: torch.Tensor, back: bool = False) -> torch.Tensor:
     """Blocks of 256 floats times a Hadamard matrix with random signs (uint8 [32], a bit for each element), or
     back.
+    """
+
+def run_unit(process_group: ProcessGroup, what: str, body: Callable[[], object]) -> None:
+    """Calls `body()` as a unit on all members; again after the loss of one, unless it had returned on all.
+    `what` is its name in the log.
     """
 
 def set_farewell(reason: str) -> None:

@@ -113,8 +113,8 @@ class Compressor(Protocol):
         error_feedback: True for `ErrorFeedback`, or an object with its methods (None).
         entries: of sparse codes: a method ``entries(payload) -> int``, how many elements a payload holds; then
             `CompressionStats` has densities (None).
-        repeatable: False where `compress` changes state outside of ``info.state``: an elastic job, which may call it again
-            for the same step, then refuses it (True).
+        repeatable: False where `compress` changes state outside of ``info.state``: an elastic job, which may call it
+            again for the same step, then refuses it (True).
         native: name of the core's codec that does the same, in C++ (None).
     """
 

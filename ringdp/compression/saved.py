@@ -232,13 +232,12 @@ def share_of_residual(residual: Tensor, owned: Tensor, ranks: int) -> Tensor:
     return torch.where(owned, residual, residual / ranks)
 
 
-def carry(
-    section: Section, following: Section, saved: Saved, before: tuple[int, int], now: tuple[int, int]
-) -> Saved:
+def carry(section: Section, following: Section, saved: Saved, before: tuple[int, int], now: tuple[int, int]) -> Saved:
     """What `save` gave for a rank of a group, for the same rank in the group that follows it.
 
     Kept are what a rank keeps of its own gradients, the residual of the means among it (`share_of_residual`), and
-    everything where parts have no owners. A method that sends differences begins anew: its mean has the lost ranks' part.
+    everything where parts have no owners. A method that sends differences begins anew: its mean has the lost ranks'
+    part.
 
     Args:
         before, now: the rank's number, and the number of ranks.

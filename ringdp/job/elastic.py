@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ringdp import config, refusals
-from ringdp.errors import DamagedDataError, ExpelledError, InvalidArgumentError, MembershipChanged, PeerLostError
+from ringdp.errors import InvalidArgumentError
 
 _log = logging.getLogger("ringdp.elastic")
 Result = TypeVar("Result")

@@ -153,8 +153,8 @@ def train(
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             model.reducer.give_residuals(state["residuals"])
-            if in_python(options):
-                give_memory(model, options["compression"], state["memory"])
+            if "memory" in state:
+                give_memory(model, (options or {})["compression"], state["memory"])
         for step in steps:
             here = faults.at(place, step)
             try:
@@ -183,13 +183,14 @@ def train(
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
         told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
-        told.own = {"memory": take_memory(model, options["compression"])} if in_python(options) else {}
+        compression = (options or {}).get("compression")
+        told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
         told.own |= {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
     return told
 
 
-def in_python(options: dict[str, Any] | None) -> bool:
-    compressor = get((options or {}).get("compression"))
+def in_python(compression: Any) -> bool:
+    compressor = get(compression)
     return compressor is not None and getattr(compressor, "native", None) is None
 
 
@@ -465,7 +466,7 @@ class Counting:
     def compress(self, x: Tensor, info: Any) -> tuple[Tensor]:
         return (x,)
 
-    def decompress(self, payload: tuple[Tensor], info: Any) -> Tensor:
+    def decompress(self, payload: Any, info: Any) -> Tensor:
         return payload[0]
 
 

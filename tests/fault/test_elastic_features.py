@@ -101,7 +101,13 @@ def test_measured_compression(tmp_path: Path, phase: str) -> None:
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
 def test_chosen_compression(tmp_path: Path, phase: str) -> None:
     """By measured speeds, so that no other job has to have the same bits; all ranks have."""
-    told = live(tmp_path, 4, Faults().kill(2, 1, phase).kill(0, 2), jobs_train, options={"compression": "auto", "reproducible": False})
+    told = live(
+        tmp_path,
+        4,
+        Faults().kill(2, 1, phase).kill(0, 2),
+        jobs_train,
+        options={"compression": "auto", "reproducible": False},
+    )
     assert told[1].parameters == told[3].parameters
     assert len(told[1].parameters) == 4
 

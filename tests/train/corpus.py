@@ -1,12 +1,12 @@
-"""200 random programs, for changes of the reducer that must change nothing: what they did before is recorded, and compared.
+"""200 random programs, for changes of the reducer that must change nothing: what they did is recorded, and compared.
 
     python -m tests.train.corpus record build/corpus.json       # at the commit before
     python -m tests.train.corpus compare build/corpus.json      # after the change: the programs that differ
 
 Of each program and rank: the bits of all gradients after each backward, the operations in the order in which they were
-called (kind, name, type, elements), the class of the error, and the weights at the end. Every eighth program is an elastic job,
-whose ranks are killed; their operations depend on when a loss is noticed, and are left out. Bits are those of one
-machine and one build of torch.
+called (kind, name, type, elements), the class of the error, and the weights at the end. Every eighth program is an
+elastic job, whose ranks are killed; its operations depend on when a loss is noticed, and are left out. Bits are those
+of one machine and one build of torch.
 """
 
 from __future__ import annotations
@@ -169,9 +169,7 @@ def run(number: int, place: str) -> dict[str, Any]:
         told["error"] = type(error).__name__
     finally:
         told["weights"] = bits(list(module.parameters()))
-        told["operations"] = [
-            f"{one.kind} {one.op} {one.name} {one.dtype} {one.count}" for one in _C.operations()
-        ]
+        told["operations"] = [f"{one.kind} {one.op} {one.name} {one.dtype} {one.count}" for one in _C.operations()]
         if program.compression in THREADED:  # buckets' operations are called by a thread, beside those of the reducer
             told["operations"].sort()
         if told["error"]:  # buckets may be on their way, and either rank may be first to see it
@@ -182,13 +180,22 @@ def run(number: int, place: str) -> dict[str, Any]:
 
 def plain(text: str) -> str:
     """Without what another run has otherwise: times, ports, paths, processes."""
-    for pattern in (r"\S*/\S+", r"[0-9.]+(?:-[0-9.]+)? ?(?:ms|s)\b", r"\b[0-9]{4,}\b", r"0x[0-9a-f]+", r"\[[0-9a-f]+\]"):
+    for pattern in (
+        r"\S*/\S+",
+        r"[0-9.]+(?:-[0-9.]+)? ?(?:ms|s)\b",
+        r"\b[0-9]{4,}\b",
+        r"0x[0-9a-f]+",
+        r"\[[0-9a-f]+\]",
+    ):
         text = re.sub(pattern, "…", text)
     return text[:600]
 
 
 def train(program: Program, module: Branches, rank: int, gradients: list[str]) -> None:
-    named: dict[str, Any] = {"find_unused_parameters": program.unused, "gradient_as_bucket_view": not program.own_gradients}
+    named: dict[str, Any] = {
+        "find_unused_parameters": program.unused,
+        "gradient_as_bucket_view": not program.own_gradients,
+    }
     if program.static_graph:
         named["static_graph"] = True
     if program.skip_unused:
@@ -294,7 +301,10 @@ def elastic(number: int, world: int = 4) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ringdp-corpus-") as place:
         told = live(Path(place), world, faults, elastic_jobs.train, options=chosen, **options)
     return {
-        str(rank): {"gradients": [digest(one) for one in of.gradients], "weights": [digest(one) for one in of.parameters]}
+        str(rank): {
+            "gradients": [digest(one) for one in of.gradients],
+            "weights": [digest(one) for one in of.parameters],
+        }
         for rank, of in told.items()
     }
 

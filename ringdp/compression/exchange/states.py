@@ -1,9 +1,9 @@
 """The states of compressors and error feedback between steps: by parameter, and only of steps that count.
 
 The states of a step are pending until `commit`: after an overflow on any rank they are dropped. The residuals of plain
-error feedback are in C++ (csrc/torch/reducer/gradient_compression.h), one tensor for each parameter, whose parts and phases do not
-overlap; all else is in dicts. Tensors of error feedback are kept without the loss scale; a power of two, it comes and
-goes without changing a bit.
+error feedback are in C++ (csrc/torch/reducer/gradient_compression.h), one tensor for each parameter, whose parts and
+phases do not overlap; all else is in dicts. Tensors of error feedback are kept without the loss scale; a power of two,
+it comes and goes without changing a bit.
 """
 
 from __future__ import annotations
