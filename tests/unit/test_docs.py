@@ -390,6 +390,28 @@ def test_the_way_of_a_gradient_leads_through_functions_there_are() -> None:
         assert re.search(rf"\b{function}\(", pages.read(file)), f"{file} {function}"
 
 
+MOST_ON_THE_WAY = (36, 29, 25)  # of a gradient, a lost rank, a connection; lowered where a way gets shorter
+
+
+def test_the_files_on_a_way_know_each_other() -> None:
+    items = re.findall(r"^- (.*\n(?:  .*\n)*)", pages.section(ARCHITECTURE, "Files on the way"), re.MULTILINE)
+    ways = [re.findall(r"`(\w+(?:/\w+)+)`", item) for item in items]
+    assert len(ways) == len(MOST_ON_THE_WAY)
+    for item, way, most in zip(items, ways, MOST_ON_THE_WAY, strict=True):
+        assert len(way) == len(set(way)) <= most
+        assert f", {len(way)}: " in " ".join(item.split())
+        texts = {}
+        for name in way:
+            files = [ROOT / "ringdp" / "csrc" / f"{name}.{ending}" for ending in ("h", "cpp")]
+            texts[name] = "".join(file.read_text() for file in files if file.is_file())
+        reached, left = {way[0]}, set(way[1:])
+        while near := {
+            name for name in left for it in reached if f'"{name}.h"' in texts[it] or f'"{it}.h"' in texts[name]
+        }:
+            reached, left = reached | near, left - near
+        assert left == set()
+
+
 def test_names_are_public() -> None:
     here = [block.text for block in python_blocks() if block.page not in ELSEWHERE]
     for name in re.findall(r"\bringdp\.([A-Za-z_]+)", " ".join(here)):
