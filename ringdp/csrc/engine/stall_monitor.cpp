@@ -40,8 +40,6 @@ std::string last_call(const PeerState& state) {
   return out;
 }
 
-std::string after_semicolon(const std::string& text) { return text.empty() ? "" : "; " + text; }
-
 // Whether the operation cannot end before that rank has called it.
 bool needs_call_of(const InFlight& in_flight, const GroupState& group, int rank) {
   const std::vector<int> missing = in_flight.operation->missing();
@@ -104,10 +102,8 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
     return;  // the answers will come soon
   if (await_stacks(group, in_flight, missing, now)) return;
   group.noticed_at = now;
-  const std::string notice =
-      peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " + in_flight.work->text() + " for " +
-      (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-      slow_paths_text(links_, in_flight.operation->missing()) + after_semicolon(several_callers(group.id));
+  const std::string notice = peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " +
+                             in_flight.work->text() + " for " + explain_wait(in_flight, missing);
   notices_.post(LogLevel::kWarning, notice);
   log_stacks(in_flight, notice);
 }
@@ -440,8 +436,8 @@ void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector
   }
 }
 
-std::string StallMonitor::format_missing(const InFlight& in_flight, const std::vector<MissingRank>& missing) const {
-  std::string out;
+std::string StallMonitor::explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing) const {
+  std::string out = missing.empty() ? in_flight.operation->waiting_for() : "";
   for (const MissingRank& it : missing) {
     std::string peer = peers_.info(it.rank).text();
     std::string frame;
@@ -450,7 +446,8 @@ std::string StallMonitor::format_missing(const InFlight& in_flight, const std::v
     peer.insert(peer.size() - 1, "; " + it.why + (frame.empty() ? "" : "; its script is at " + frame));
     out += (out.empty() ? "" : ", ") + peer;
   }
-  return out;
+  const std::string callers = several_callers(in_flight.work->group());
+  return out + slow_paths_text(links_, in_flight.operation->missing()) + (callers.empty() ? "" : "; " + callers);
 }
 
 Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
@@ -464,10 +461,7 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause = "waiting for " +
-                  (missing.empty() ? in_flight.operation->waiting_for() : format_missing(in_flight, missing)) +
-                  slow_paths_text(links_, in_flight.operation->missing()) +
-                  after_semicolon(several_callers(in_flight.work->group()));
+  context.cause = "waiting for " + explain_wait(in_flight, missing);
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

@@ -67,7 +67,8 @@ class StallMonitor {
   bool await_stacks(const GroupState& group, InFlight& in_flight, const std::vector<MissingRank>& missing,
                     Clock::time_point now);
   void log_stacks(const InFlight& in_flight, const std::string& notice);
-  std::string format_missing(const InFlight& in_flight, const std::vector<MissingRank>& missing) const;
+  // For which ranks it waits, and all that is known about why: for the log and for errors.
+  std::string explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing) const;
 
   DriverRole& role_;
   const GroupTable& groups_;

@@ -100,6 +100,15 @@ ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what) {
   }
 }
 
+bool share_memory(const std::vector<at::Tensor>& tensors) {
+  std::set<const void*> seen;
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() > 0 && !seen.insert(tensor.storage().data()).second;
+  });
+}
+
+namespace {
+
 at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return {};
   if (!tensor.is_floating_point() && !tensor.is_complex())
@@ -110,15 +119,6 @@ at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, 
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor;
   return at::scalar_tensor(supplement->double_factor, at::kDouble);
 }
-
-bool share_memory(const std::vector<at::Tensor>& tensors) {
-  std::set<const void*> seen;
-  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.numel() > 0 && !seen.insert(tensor.storage().data()).second;
-  });
-}
-
-namespace {
 
 // The bytes from its first element to its last, gaps included.
 std::span<const std::byte> extent(const at::Tensor& tensor) {
@@ -134,6 +134,9 @@ bool memory_overlaps(const at::Tensor& one, const at::Tensor& other) {
   const auto a = extent(one), b = extent(other);
   return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
 }
+
+Buffers::Buffers(DeviceSide& devices, const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor)
+    : devices_(devices), what_(what), premultiplier_(premultiplier_of(op, tensor, what)) {}
 
 std::span<std::byte> Buffers::keep(const at::Tensor& flat) {
   kept_.push_back(flat);

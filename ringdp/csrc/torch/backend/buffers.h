@@ -22,10 +22,8 @@ namespace ringdp {
 DType dtype_of(const at::Tensor& tensor, const char* what);
 // Of any tensor; throws Error(kValue) for a type without a wire format.
 DType element_type(at::ScalarType type, const char* what);
-// PREMUL_SUM is a SUM of inputs times `premultiplier_of`, which Buffers takes.
+// PREMUL_SUM is a SUM of inputs times a factor, which Buffers takes.
 ReduceOp reduce_op_of(const c10d::ReduceOp& op, const char* what);
-// [1]; undefined unless the op is PREMUL_SUM. Throws Error(kValue) for a tensor that cannot be multiplied by it.
-at::Tensor premultiplier_of(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what);
 
 // Whether two of them have a storage in common; cheap, and true for disjoint views of one storage too.
 bool share_memory(const std::vector<at::Tensor>& tensors);
@@ -37,8 +35,9 @@ bool memory_overlaps(const at::Tensor& one, const at::Tensor& other);
 // in pinned memory; if not contiguous, it mirrors a flat copy on the device. Shared by the operation and its Work.
 class Buffers {
  public:
-  explicit Buffers(DeviceSide& devices, const char* what, at::Tensor premultiplier = {})
-      : devices_(devices), what_(what), premultiplier_(std::move(premultiplier)) {}
+  Buffers(DeviceSide& devices, const char* what) : devices_(devices), what_(what) {}
+  // Of a reduction: inputs times the factor of a PREMUL_SUM. Throws Error(kValue) if `tensor` cannot be multiplied.
+  Buffers(DeviceSide& devices, const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
   ~Buffers();  // waits for copies if the operation was not submitted
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
@@ -70,7 +69,7 @@ class Buffers {
 
   DeviceSide& devices_;  // used during the caller's call only
   const char* what_;
-  const at::Tensor premultiplier_;
+  const at::Tensor premultiplier_;  // [1]; undefined unless the op is PREMUL_SUM
   std::vector<at::Tensor> kept_;
   std::vector<std::function<void()>> at_start_;
   std::vector<std::function<void()>> at_end_;

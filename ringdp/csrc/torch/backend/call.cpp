@@ -4,18 +4,14 @@
 
 namespace ringdp {
 
-Call::Call(GroupHandle& group, DeviceSide& devices, std::shared_ptr<Hooks> hooks, c10d::OpType type, const char* title,
-           bool async_op, std::chrono::milliseconds timeout, const std::vector<at::Tensor>& inputs,
-           std::vector<at::Tensor> outputs)
-    : group_(group),
+Call::Call(std::shared_ptr<GroupHandle> group, DeviceSide& devices, c10::intrusive_ptr<RingWork> work,
+           const CallTiming& timing)
+    : group_(std::move(group)),
       devices_(devices),
-      synchronous_(!async_op),
-      timeout_ms_(timeout > kNoTimeout ? timeout.count() : 0),
+      synchronous_(!timing.async_op),
+      timeout_ms_(timing.timeout > kNoTimeout ? timing.timeout.count() : 0),
       call_site_(python_call_site()),
-      in_order_(type != c10d::OpType::SEND && type != c10d::OpType::RECV && type != c10d::OpType::RECVANYSOURCE),
-      work_(c10::make_intrusive<RingWork>(group.view().rank, type, title, inputs, std::move(outputs))) {
-  work_->report_to(std::move(hooks));
-}
+      work_(std::move(work)) {}
 
 CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
   CallOptions out;
@@ -37,12 +33,12 @@ CallOptions Call::options(std::shared_ptr<Buffers> buffers, bool last) {
 }
 
 c10::intrusive_ptr<c10d::Work> Call::done() {
-  bool nothing = operations_.empty();
-  if (const auto elastic = UnitScope::active() ? nullptr : group_.elastic(); elastic && !nothing) {
-    elastic->called(operations_, in_order_);
+  const bool nothing = operations_.empty();
+  if (const auto elastic = UnitScope::active() ? nullptr : group_->elastic(); elastic && !nothing) {
+    elastic->called(operations_, !c10d::isP2POp(work_->retrieveOpType()));
     work_->belong_to(elastic);
   }
-  work_->set_operations(group_.engine(), std::move(operations_));
+  work_->set_operations(group_->engine(), std::move(operations_));
   for (const DeviceUse& use : uses_) devices_.remember(work_, use);
   if (nothing) {
     work_->mark(nullptr);

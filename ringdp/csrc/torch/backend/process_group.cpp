@@ -218,6 +218,14 @@ std::shared_ptr<GroupHandle> ProcessGroupRing::counted() {
   return elastic_ && !UnitScope::active() ? elastic_->group_for_call() : group();
 }
 
+Call ProcessGroupRing::begin_call(c10d::OpType type, const char* title, const CallTiming& timing,
+                                  const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs) {
+  std::shared_ptr<GroupHandle> group = counted();
+  auto work = c10::make_intrusive<RingWork>(group->view().rank, type, title, inputs, std::move(outputs));
+  work->report_to(hooks_);
+  return Call(std::move(group), *devices_, std::move(work), timing);
+}
+
 // Several tensors: each is an input, and all of them receive the result.
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
@@ -235,14 +243,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");
   DType dtype = dtype_of(tensors[0], "all_reduce");
   require_reduction("allreduce", dtype, op);
-  auto buffers =
-      std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", opts.reduceOp, tensors[0]);
   auto memory = buffers->merged(tensors, op);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", opts.asyncOp, opts.timeout, tensors,
-            tensors);
-  call.add(group->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::ALLREDUCE, "ring:all_reduce", opts, tensors, tensors);
+  return call.done(call->all_reduce(memory, dtype, op, call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor buffer, c10d::ReduceOp op,
@@ -251,11 +255,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
   const ReduceOp how = reduce_op_of(op, "all_reduce");
   const DType dtype = dtype_of(buffer, "all_reduce");
   require_reduction("allreduce", dtype, how);
-  auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(op, buffer, "all_reduce"));
+  auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", op, buffer);
   auto memory = buffers->in_place(buffer);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce", true, kNoTimeout, {buffer},
-            {buffer});
+  Call call = begin_call(c10d::OpType::ALLREDUCE, "ring:all_reduce", {}, {buffer}, {buffer});
   CallOptions options = call.options(std::move(buffers));
   options.factors = std::move(factors);
   if (input.defined()) {
@@ -269,8 +271,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_watched(at::Tensor b
       report->own = staging->device_address(report->own);
     };
   options.finite = std::move(report);
-  call.add(group->all_reduce(memory, dtype, how, std::move(options)));
-  return call.done();
+  return call.done(call->all_reduce(memory, dtype, how, std::move(options)));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tensor buffer,
@@ -281,14 +282,11 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::all_reduce_compressed(at::Tenso
   if (!buffer.is_cpu())
     refuse("all_reduce_compressed", "the core encodes tensors on the CPU, not one on " + buffer.device().str() +
                                         "; device tensors are encoded on their device and exchanged as bytes");
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", true, kNoTimeout,
-            {buffer}, {buffer});
+  Call call = begin_call(c10d::OpType::ALLREDUCE, "ring:all_reduce_compressed", {}, {buffer}, {buffer});
   CallOptions options = call.options(std::make_shared<Buffers>(*devices_, "all_reduce"));
   options.finite = std::move(report);
   options.keep_alive = std::make_shared<std::pair<at::Tensor, std::vector<at::Tensor>>>(buffer, std::move(residuals));
-  call.add(group->all_reduce_compressed(std::move(sections), compression, std::move(options)));
-  return call.done();
+  return call.done(call->all_reduce_compressed(std::move(sections), compression, std::move(options)));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector<at::Tensor>& tensors,
@@ -306,22 +304,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce_coalesced(std::vector
     if (tensors[i].layout() != at::kStrided) refuse("allreduce_coalesced", "unsupported layout");
     require_reduction("allreduce_coalesced", dtype_of(tensors[i], "all_reduce"), op);
   }
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts.asyncOp, opts.timeout,
-            tensors, tensors);
-  if (share_memory(tensors)) {  // inputs are the values before the call: all are read first
-    auto buffers =
-        std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[0], "all_reduce"));
-    auto memory = buffers->in_place(tensors);
-    call.add(group->all_reduce(memory, dtype_of(tensors[0], "all_reduce"), op, call.options(std::move(buffers))));
-    return call.done();
-  }
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto buffers =
-        std::make_shared<Buffers>(*devices_, "all_reduce", premultiplier_of(opts.reduceOp, tensors[i], "all_reduce"));
-    auto memory = buffers->in_place(tensors[i]);
-    call.add(group->all_reduce(memory, dtype_of(tensors[i], "all_reduce"), op,
-                               call.options(std::move(buffers), i + 1 == tensors.size())));
+  Call call = begin_call(c10d::OpType::ALLREDUCE_COALESCED, "ring:all_reduce", opts, tensors, tensors);
+  // Inputs are the values before the call: if memory is shared, one operation reads all of them first.
+  const std::size_t each = share_memory(tensors) ? tensors.size() : 1;  // tensors of one operation
+  for (std::size_t begin = 0; begin < tensors.size(); begin += each) {
+    auto buffers = std::make_shared<Buffers>(*devices_, "all_reduce", opts.reduceOp, tensors[begin]);
+    auto memory = buffers->in_place(at::TensorList(tensors).slice(begin, each));
+    call.add(call->all_reduce(memory, dtype_of(tensors[begin], "all_reduce"), op,
+                              call.options(std::move(buffers), begin + each == tensors.size())));
   }
   return call.done();
 }
@@ -335,13 +325,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce(std::vector<at::Tensor>&
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce");
   DType dtype = dtype_of(tensors[0], "reduce");
   require_reduction("reduce", dtype, op);
-  auto buffers = std::make_shared<Buffers>(*devices_, "reduce", premultiplier_of(opts.reduceOp, tensors[0], "reduce"));
+  auto buffers = std::make_shared<Buffers>(*devices_, "reduce", opts.reduceOp, tensors[0]);
   auto memory = opts.rootRank == rank() ? buffers->in_place(tensors[0]) : buffers->input(tensors[0]);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE, "ring:reduce", opts.asyncOp, opts.timeout, tensors,
-            tensors);
-  call.add(group->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::REDUCE, "ring:reduce", opts, tensors, tensors);
+  return call.done(call->reduce(memory, dtype, op, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tensor>& tensors,
@@ -355,18 +342,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::broadcast(std::vector<at::Tenso
   auto buffers = std::make_shared<Buffers>(*devices_, "broadcast");
   auto memory = opts.rootRank == rank() ? buffers->input(tensor) : buffers->output(tensor);
   buffers->repeat(tensor, tensors);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::BROADCAST, "ring:broadcast", opts.asyncOp, opts.timeout, tensors,
-            tensors);
-  call.add(group->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::BROADCAST, "ring:broadcast", opts, tensors, tensors);
+  return call.done(call->broadcast(memory, dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::BARRIER, "ring:barrier", opts.asyncOp, opts.timeout, {}, {});
-  call.add(group->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::BARRIER, "ring:barrier", opts, {}, {});
+  return call.done(call->barrier(call.options(std::make_shared<Buffers>(*devices_, "barrier"))));
 }
 
 // A barrier waits for all ranks, so its error names all missing ones.
@@ -394,10 +376,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::send(std::vector<at::Tensor>& t
   require_message("send", tensors, tag);
   auto buffers = std::make_shared<Buffers>(*devices_, "send");
   auto memory = buffers->input(tensors[0]);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::SEND, "ring:send", true, kNoTimeout, tensors, tensors);
-  call.add(group->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::SEND, "ring:send", {}, tensors, tensors);
+  return call.done(
+      call->send(memory, dtype_of(tensors[0], "send"), destination, tag, call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
@@ -413,10 +394,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::receive(std::vector<at::Tensor>
   require_message("recv", tensors, tag);
   auto buffers = std::make_shared<Buffers>(*devices_, "recv");
   auto memory = buffers->output(tensors[0]);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, type, title, true, kNoTimeout, tensors, tensors);
-  call.add(group->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(type, title, {}, tensors, tensors);
+  return call.done(call->receive(memory, dtype_of(tensors[0], "recv"), source, tag, call.options(std::move(buffers))));
 }
 
 ProcessGroupRing* ring_of(c10d::ProcessGroup& group, c10::DeviceType device) {

@@ -22,6 +22,8 @@
 namespace ringdp {
 
 class BackendWatchdog;
+class Call;
+struct CallTiming;
 
 class ProcessGroupRing final : public c10d::Backend {
  public:
@@ -140,6 +142,9 @@ class ProcessGroupRing final : public c10d::Backend {
   std::shared_ptr<const FailureListener> listener_of_other_failures();
   Membership membership() const;
   std::shared_ptr<GroupHandle> counted();  // the group, for one more call
+  // `title`: in the profiler.
+  Call begin_call(c10d::OpType type, const char* title, const CallTiming& timing, const std::vector<at::Tensor>& inputs,
+                  std::vector<at::Tensor> outputs);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   Membership install(Membership made);  // returns the old one
   Reconfigurer& reconfigurer() const;

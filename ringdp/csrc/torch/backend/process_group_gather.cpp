@@ -47,12 +47,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather(std::vector<std::vect
     blocks.push_back(buffers->output(at::TensorList(outputs[0]).slice(at, each)));
   for (std::size_t list = 1; list < outputs.size(); ++list)
     for (std::size_t i = 0; i < all; ++i) buffers->repeat(outputs[0][i], {outputs[list][i]});
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER, "ring:all_gather", opts.asyncOp, opts.timeout, inputs,
-            outputs[0]);
+  Call call = begin_call(c10d::OpType::ALLGATHER, "ring:all_gather", opts, inputs, outputs[0]);
   if (outputs.size() > 1) call.set_output_lists(outputs);
-  call.add(group->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
-  return call.done();
+  return call.done(call->all_gather(input, std::move(blocks), dtype, call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -67,9 +64,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
   if (outputs.size() != inputs.size()) refuse("all_gather_into_tensor", "as many outputs as inputs are needed");
   for (std::size_t i = 0; i < inputs.size(); ++i)
     require_parts("all_gather_into_tensor", outputs[i], inputs[i], size(), "output", "input");
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts.asyncOp,
-            opts.timeout, inputs, outputs);
+  Call call = begin_call(c10d::OpType::_ALLGATHER_BASE, "ring:_all_gather_base", opts, inputs, outputs);
   const std::size_t each = of_one_type(inputs) ? inputs.size() : 1;  // tensors of one operation
   for (std::size_t begin = 0; begin < inputs.size(); begin += each) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather_into_tensor");
@@ -79,8 +74,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_into_tensor_coalesced
       auto input = apart ? buffers->copied_input(inputs[i]) : buffers->input(inputs[i]);
       tensors.push_back({input, cut(buffers->output(outputs[i]), size())});
     }
-    call.add(group->all_gather(tensors, dtype_of(inputs[begin], "all_gather_into_tensor"),
-                               call.options(std::move(buffers), begin + each == inputs.size())));
+    call.add(call->all_gather(tensors, dtype_of(inputs[begin], "all_gather_into_tensor"),
+                              call.options(std::move(buffers), begin + each == inputs.size())));
   }
   return call.done();
 }
@@ -96,17 +91,13 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter(std::vector<at::
   for (std::size_t i = 0; i < inputs[0].size(); ++i) require_like("reduce_scatter", inputs[0][i], outputs[0], i);
   ReduceOp op = reduce_op_of(opts.reduceOp, "reduce_scatter");
   require_reduction("reduce_scatter", dtype_of(outputs[0], "reduce_scatter"), op);
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts.asyncOp, opts.timeout,
-            inputs[0], outputs);
-  auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter",
-                                           premultiplier_of(opts.reduceOp, outputs[0], "reduce_scatter"));
+  Call call = begin_call(c10d::OpType::REDUCE_SCATTER, "ring:reduce_scatter", opts, inputs[0], outputs);
+  auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter", opts.reduceOp, outputs[0]);
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& input : inputs[0]) chunks.push_back(buffers->input(input));
   auto output = buffers->output(outputs[0]);
-  call.add(group->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
-                                 call.options(std::move(buffers), true)));
-  return call.done();
+  return call.done(call->reduce_scatter(std::move(chunks), output, dtype_of(outputs[0], "reduce_scatter"), op,
+                                        call.options(std::move(buffers), true)));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -123,24 +114,21 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::reduce_scatter_tensor_coalesced
     require_parts("reduce_scatter_tensor", inputs[i], outputs[i], size(), "input", "output");
     require_reduction("reduce_scatter_tensor", dtype_of(outputs[i], "reduce_scatter_tensor"), op);
   }
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts.asyncOp,
-            opts.timeout, inputs, outputs);
+  Call call = begin_call(c10d::OpType::_REDUCE_SCATTER_BASE, "ring:_reduce_scatter_base", opts, inputs, outputs);
   std::size_t bytes = 0;
   for (const at::Tensor& output : outputs) bytes += output.nbytes();
-  const bool together = of_one_type(outputs) && group->scatters_together(bytes);
+  const bool together = of_one_type(outputs) && call->scatters_together(bytes);
   const std::size_t each = together ? inputs.size() : 1;  // tensors of one operation
   for (std::size_t begin = 0; begin < inputs.size(); begin += each) {
-    auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor",
-                                             premultiplier_of(opts.reduceOp, outputs[begin], "reduce_scatter_tensor"));
+    auto buffers = std::make_shared<Buffers>(*devices_, "reduce_scatter_tensor", opts.reduceOp, outputs[begin]);
     std::vector<ScatteredTensor> tensors;
     for (std::size_t i = begin; i < begin + each; ++i) {
       const bool apart = each > 1 && overlaps_another(inputs[i], i, outputs);
       auto input = apart ? buffers->copied_input(inputs[i]) : buffers->input(inputs[i]);
       tensors.push_back({cut(input, size()), buffers->output(outputs[i])});
     }
-    call.add(group->reduce_scatter(tensors, dtype_of(outputs[begin], "reduce_scatter_tensor"), op,
-                                   call.options(std::move(buffers), begin + each == inputs.size())));
+    call.add(call->reduce_scatter(tensors, dtype_of(outputs[begin], "reduce_scatter_tensor"), op,
+                                  call.options(std::move(buffers), begin + each == inputs.size())));
   }
   return call.done();
 }
@@ -167,16 +155,14 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allgather_coalesced(std::vector
     }
   }
   for (const at::Tensor& input : inputs) (void)dtype_of(input, "allgather_coalesced");
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts.asyncOp, opts.timeout,
-            inputs, flat);
+  Call call = begin_call(c10d::OpType::ALLGATHER_COALESCED, "ring:all_gather", opts, inputs, flat);
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     auto buffers = std::make_shared<Buffers>(*devices_, "all_gather");
     auto input = buffers->input(inputs[i]);
     std::vector<std::span<std::byte>> blocks;
     for (const auto& list : outputs) blocks.push_back(buffers->output(list[i]));
-    call.add(group->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
-                               call.options(std::move(buffers), i + 1 == inputs.size())));
+    call.add(call->all_gather(input, std::move(blocks), dtype_of(inputs[i], "all_gather"),
+                              call.options(std::move(buffers), i + 1 == inputs.size())));
   }
   return call.done();
 }
@@ -195,12 +181,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather(std::vector<std::vector<
   auto input = buffers->input(inputs[0]);
   std::vector<std::span<std::byte>> blocks;
   for (const at::Tensor& result : results) blocks.push_back(buffers->output(result));
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
-            results);
-  call.add(group->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
-                         call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::GATHER, "ring:gather", opts, inputs, results);
+  return call.done(
+      call->gather(input, std::move(blocks), dtype, static_cast<int>(opts.rootRank), call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather_single(at::Tensor& output, at::Tensor& input,
@@ -215,12 +198,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::gather_single(at::Tensor& outpu
   auto memory = buffers->input(input);
   std::vector<std::span<std::byte>> blocks;
   if (root) blocks = cut(buffers->output(output), size());
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::GATHER, "ring:gather", opts.asyncOp, opts.timeout, inputs,
-            results);
-  call.add(group->gather(memory, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
-                         call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::GATHER, "ring:gather", opts, inputs, results);
+  return call.done(call->gather(memory, std::move(blocks), dtype, static_cast<int>(opts.rootRank),
+                                call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>& outputs,
@@ -237,12 +217,9 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::scatter(std::vector<at::Tensor>
   auto output = buffers->output(outputs[0]);
   std::vector<std::span<std::byte>> chunks;
   for (const at::Tensor& piece : pieces) chunks.push_back(buffers->input(piece));
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::SCATTER, "ring:scatter", opts.asyncOp, opts.timeout, pieces,
-            outputs);
-  call.add(group->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
-                          call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::SCATTER, "ring:scatter", opts, pieces, outputs);
+  return call.done(call->scatter(std::move(chunks), output, dtype, static_cast<int>(opts.rootRank),
+                                 call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor>& outputs,
@@ -264,11 +241,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall(std::vector<at::Tensor
     chunks.push_back(buffers->input(inputs[i]));
     blocks.push_back(buffers->output(outputs[i]));
   }
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL, "ring:all_to_all", opts.asyncOp, opts.timeout, inputs,
-            outputs);
-  call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::ALLTOALL, "ring:all_to_all", opts, inputs, outputs);
+  return call.done(call->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
 }
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -281,11 +255,8 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::alltoall_base(at::Tensor& outpu
   auto buffers = std::make_shared<Buffers>(*devices_, "all_to_all");
   auto chunks = cut_rows("alltoall_base", input, buffers->input(input), input_rows, size());
   auto blocks = cut_rows("alltoall_base", output, buffers->output(output), output_rows, size());
-  const auto group = counted();
-  Call call(*group, *devices_, hooks_, c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts.asyncOp, opts.timeout,
-            {input}, {output});
-  call.add(group->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
-  return call.done();
+  Call call = begin_call(c10d::OpType::ALLTOALL_BASE, "ring:all_to_all", opts, {input}, {output});
+  return call.done(call->all_to_all(std::move(chunks), std::move(blocks), dtype, call.options(std::move(buffers))));
 }
 
 }  // namespace ringdp
