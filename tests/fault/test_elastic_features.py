@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
-from ringdp.compression import Info, Int8, PowerSGD, RandomK, TopK
+from ringdp.compression import Int8, PowerSGD, RandomK, TopK
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
 from tests.fault.elastic_jobs import train as jobs_train
@@ -43,26 +43,13 @@ def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
     compare(tmp_path, 3, Faults().kill(2, 1), **options)
 
 
-class Rounded:
-    """A user's: of each element its sign and exponent, and what is left out in the next step."""
-
-    error_feedback = True
-    carries_nan = True
-
-    def compress(self, x: Tensor, info: Info) -> tuple[Tensor]:
-        return (x.to(torch.float8_e5m2).view(torch.uint8),)
-
-    def decompress(self, payload: Any, info: Info) -> Tensor:
-        return payload[0].view(torch.float8_e5m2).float()
-
-
 PYTHON = {
     "topk": TopK(0.05),
     "powersgd": PowerSGD(2),
     "signsgd": "signsgd",
     "randomk": RandomK(0.2),
     "qsgd": "qsgd",
-    "one's own": Rounded(),
+    "one's own": jobs.Rounded(),
 }
 
 
@@ -155,3 +142,42 @@ def test_reports_and_the_guard_go_on(tmp_path: Path, phase: str) -> None:
         assert one["guarded"] is True
         assert one["differs"] == (more > 0)  # a replica that was changed on purpose is found
     assert told[0]["steps"] == told[2]["steps"]
+
+
+COMPRESSIONS = [None, None, "int8", "bf16", Int8(error_feedback=True), *PYTHON.values()]
+
+
+def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
+    """One or two ranks of four are lost, at once or one after the other."""
+    draw = random.Random(number)
+    faults, places = Faults(), draw.sample(range(4), draw.choice([1, 1, 2]))
+    step = draw.randrange(4)
+    for place in places:
+        faults = faults.kill(place, step, draw.choice(PHASES))
+        step = min(step + draw.randrange(2), 3)
+    options: dict[str, Any] = {"bucket_cap_mb": draw.choice([0.1, 0.002]), "reproducible": False}
+    job: dict[str, Any] = {"options": options, "width": 300, "norm": draw.random() < 0.2}
+    job[draw.choice(["accumulate", "branches", "uneven", "norm"])] = True
+    if job.get("uneven"):
+        options["weight"] = "samples"
+    if job.get("branches"):
+        options["find_unused_parameters"] = draw.choice([None, True])
+        options["skip_all_reduce_unused_params"] = options["find_unused_parameters"] is True and draw.random() < 0.5
+    chosen = draw.choice(["compression", "compression", "hook", "mixed"])
+    if chosen == "compression":
+        options["compression"] = draw.choice(COMPRESSIONS)
+    elif chosen == "hook":
+        job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16"])
+    else:
+        options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
+        job["norm"] = False  # its buffers are not of that type
+    if draw.random() < 0.3:
+        options["guard"] = draw.choice([2, 3])
+    options["gradient_as_bucket_view"] = draw.random() < 0.7
+    return faults, job
+
+
+@pytest.mark.parametrize("number", [pytest.param(one, marks=[pytest.mark.slow] * (one >= 4)) for one in range(200)])
+def test_a_drawn_job(tmp_path: Path, number: int) -> None:
+    faults, job = drawn_job(number)
+    compare(tmp_path, 4, faults, **job)
