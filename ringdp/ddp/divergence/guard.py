@@ -253,17 +253,17 @@ class DivergenceGuard:
         return steps // self._window % self._rounds
 
     def _exchange(self, wrapper: Any, steps: int) -> None:
-        data = _PACKED.pack(steps, self._looks, self.comparison.hash(wrapper, self._part_of(steps), self._rounds))
         name, group = f"divergence guard, step {steps}", wrapper.process_group
-        if is_elastic(group):  # what is under way beside the training would end it when a rank is lost
-            self._judge(wrapper, group, as_unit(group, name, lambda: BackgroundGather(data, group, name).wait()), steps)
-            return
         if self._group is None:
             self._group = group_for_background(group, "divergence guard")
         if self._pending is not None:
             (gather, step), self._pending = self._pending, None
             self._judge(wrapper, self._group, gather.wait(), step)
-        self._pending = BackgroundGather(data, self._group, name), steps
+        data = _PACKED.pack(steps, self._looks, self.comparison.hash(wrapper, self._part_of(steps), self._rounds))
+        if is_elastic(group):  # what is under way beside the training would end it when a rank is lost
+            self._judge(wrapper, group, as_unit(group, name, lambda: BackgroundGather(data, group, name).wait()), steps)
+        else:
+            self._pending = BackgroundGather(data, self._group, name), steps
 
     def _judge(self, wrapper: Any, group: dist.ProcessGroup, hashes: list[bytes], step: int) -> None:
         """Compare what the ranks sent after that step."""
