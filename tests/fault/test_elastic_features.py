@@ -177,7 +177,8 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", [pytest.param(one, marks=[pytest.mark.slow] * (one >= 4)) for one in range(200)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(200))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 4, faults, **job)
