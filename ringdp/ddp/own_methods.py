@@ -155,6 +155,11 @@ class OwnMethods(FeaturedDDP):
     def _before_forward(self) -> list[Callable[[], None]]:
         return self.ringdp_features[Listeners].calls
 
+    @property
+    def _weight(self) -> str | None:
+        """RingDP's argument ``weight``."""
+        return self.ringdp_features[BatchWeight].mode
+
     def _repeat_batch(self) -> None:
         """Treat the forwards up to the next backward that synchronises as those of the batch whose forward failed. Its
         buffers and weight are not sent again.

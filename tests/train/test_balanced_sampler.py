@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringdp
 from ringdp.data import sampler as sampler_module
 from ringdp.data.order import GlobalBatches
-from tests.train.harness import backends, default_group, each, ring_is_built, run_ranks
+from tests.helpers import logged
+from tests.train.harness import backends, default_group, each, on_ranks, ring_is_built, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
@@ -243,3 +244,12 @@ def the_model_and_the_sampler_have_the_same_ranks() -> None:
 @pytest.mark.parametrize("backend", backends())
 def test_two_ranks(backend: str) -> None:
     run_ranks(each, ranks_with_other_arguments_are_told, the_model_and_the_sampler_have_the_same_ranks, backend=backend)
+
+
+@on_ranks(2)
+def test_only_a_model_without_weights_is_warned_of() -> None:
+    for weight in ("samples", "call", None):
+        with logged("ringdp.data") as lines:
+            sampler = ringdp.data.BalancedSampler(data(), BATCH, balance="equal")
+            sampler.watch(ringdp.RingDP(nn.Linear(3, 1), weight=weight))
+        assert len(lines) == (weight is None and default_group().rank() == 0)

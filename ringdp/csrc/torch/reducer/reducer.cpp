@@ -324,12 +324,12 @@ void Reducer::start() {
   report_.count_kept();
 }
 
-// True if parameters were frozen or unfrozen since the last plan, or got other data. Throws on all ranks if they do not
-// agree about that.
-bool Reducer::follow_requires_grad() {
+// Plans anew if parameters were frozen or unfrozen since the last plan, or got other data. Throws on all ranks if they
+// do not agree about that.
+void Reducer::follow_requires_grad() {
   const bool changed = plan_.parameters.changed();
   // All ranks replace data at the same place of the program, and their modules were equal.
-  if (!changed && !buckets_.store.other_data()) return false;
+  if (!changed && !buckets_.store.other_data()) return;
   Plan::check_gradient_dtypes(plan_.parameters.all());
   const std::vector<std::size_t> frozen = plan_.parameters.frozen();
   std::vector<std::pair<std::size_t, Bucket>> means;
@@ -345,7 +345,6 @@ bool Reducer::follow_requires_grad() {
   }
   plan_.parameters.accept();
   start();
-  return true;
 }
 
 ReductionPlan Reducer::replace_parameters(std::vector<ModuleParameter> others) {

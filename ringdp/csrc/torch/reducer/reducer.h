@@ -131,8 +131,7 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   // Throws in a backward, and between a forward and its backward, when compression must not change.
   void refuse_change_of_compression() const;
   void check_reductions(const ReductionPlan& reductions) const;
-  void replace_reductions(ReductionPlan& reductions);
-  bool follow_requires_grad();
+  void follow_requires_grad();
   void start();
 
   std::recursive_mutex mutex_;  // recursive: a Python hook runs under it and may ask for stats
