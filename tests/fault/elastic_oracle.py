@@ -57,7 +57,7 @@ def plain(members: list[tuple[int, ...]], train: Train = jobs.train, **options: 
             world = 1 + max(members[0])
             results = run_ranks(in_turn, folder, train, members, options, world_size=world, backend=None)
         _known[key] = results[members[-1][0]]
-        if len(set(members)) > 1:  # the processes number their groups, and have not made as many
+        if any(len(places) < world for places in members):  # processes number their groups: some have made fewer
             harness._group(world).kill()
     return _known[key]
 
