@@ -16,6 +16,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ringdp import _C
+
 _WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _MOST_NAMES = 64  # of one module: shared modules inside shared modules have exponentially many
 _MADE_BY_HOOK = re.compile(r"(.+)_(?:g|v|orig)")  # torch.nn.utils.weight_norm, spectral_norm and prune
@@ -55,6 +57,10 @@ class ModelParameter:
         """``layer (Linear)``; for a tied one ``a (Linear), b (Linear), under the names a.weight, b.weight``."""
         text = ", ".join(self.used_in)
         return text if len(self.names) == 1 else f"{text}, under the names {', '.join(self.names)}"
+
+    def describe(self) -> _C.ModuleParameter:
+        """For a reducer."""
+        return _C.ModuleParameter(self.parameter, self.name, self.describe_use(), self.sparse)
 
 
 def model_parameters(module: torch.nn.Module, *, ignored: Container[str] = ()) -> list[ModelParameter]:

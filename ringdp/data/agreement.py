@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -21,7 +21,10 @@ from ringdp.data.speed import STEPS_BETWEEN_CHANGES, Measured, SpeedModel, worth
 from ringdp.data.split import Pace, RankLimits, shares, split
 from ringdp.errors import InvalidStateError, MismatchError
 from ringdp.job.agreement import checked_alike
+from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
+from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.job.elastic import as_unit, is_elastic
 
 _log = logging.getLogger("ringdp.data")
 _COMPARING = "comparing samplers"
@@ -38,18 +41,37 @@ def compare_settings(checked: Callable[[], Settings], group: dist.ProcessGroup |
         InvalidArgumentError: this rank's cannot be used; the others raise MismatchError with its text.
         MismatchError: another rank's cannot be used, or differ; names the first difference.
     """
-    return checked_alike(
-        checked,
-        Settings.lines,
-        group,
-        operation=_COMPARING,
-        what="sampler",
-        doing="make its BalancedSampler",
-        words=lambda one, mine, theirs: (
-            f"the ranks' BalancedSamplers differ: {mine.partition(': ')[0]} is {mine.partition(': ')[2]} on rank"
-            f" {one.rank} and {theirs.partition(': ')[2]} on rank {one.peer}. Give all ranks the same arguments."
-        ),
-    )
+
+    def compare() -> Settings:
+        return checked_alike(
+            checked,
+            Settings.lines,
+            group,
+            operation=_COMPARING,
+            what="sampler",
+            doing="make its BalancedSampler",
+            words=lambda one, mine, theirs: (
+                f"the ranks' BalancedSamplers differ: {mine.partition(': ')[0]} is {mine.partition(': ')[2]} on rank"
+                f" {one.rank} and {theirs.partition(': ')[2]} on rank {one.peer}. Give all ranks the same arguments."
+            ),
+        )
+
+    return compare() if group is None else as_unit(group, _COMPARING, compare)
+
+
+def gather_in_unit(data: bytes, group: dist.ProcessGroup, what: str) -> list[bytes]:
+    """Every rank's bytes, equally many, in the order of the ranks that are left."""
+
+    def gather() -> list[bytes]:
+        with named(what):
+            return all_gather_bytes(data, group, room=len(data))
+
+    return as_unit(group, what, gather)
+
+
+def describe_places(places: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(places)))
+    return f"rank {names}" if len(places) == 1 else f"ranks {names}"
 
 
 @dataclass(frozen=True)
@@ -104,16 +126,19 @@ class Agreement:
 
     def __init__(self, settings: Settings, plans: Plans, group: dist.ProcessGroup | None) -> None:
         self._settings = settings
-        self._plans = plans
-        self._rank = 0 if group is None else group.rank()
+        self._plans, self._first = plans, plans.newest
         self._group = group if settings.ranks > 1 else None
+        self._in_units = group is not None and is_elastic(group)
         self._background: dist.ProcessGroup | None = None
         self._pending: BackgroundGather | None = None
         self._horizon = 0
         self._drawn = 0  # batches up to this one were drawn at some time
         self._reported_step = 0
         self._changed_step: int | None = None
-        self._most = settings.limits.most[self._rank]
+        self._most = settings.limits.most[self._rank()]
+
+    def _rank(self) -> int:
+        return 0 if self._group is None else self._group.rank()
 
     def take_at_most(self, samples: int) -> None:
         """Limit this rank to `samples` from the next agreed plan on."""
@@ -132,28 +157,63 @@ class Agreement:
             return
         self._read()
         self._reported_step = step
-        self._horizon = self._drawn + _AHEAD
+        self._horizon = self._drawn if self._in_units else self._drawn + _AHEAD
+        report = Report(speed.measured(), work, self._horizon, step, committed, self._most, checksum).packed()
+        what = f"paces of the ranks after step {step}"
+        if self._in_units:  # the drawing waits for it: it is under the sampler's lock
+            self._decide([Report.unpacked(one) for one in gather_in_unit(report, self._group, what)])
+            return
         if self._background is None:
             self._background = group_for_background(self._group, "sampler")
-        report = Report(speed.measured(), work, self._horizon, step, committed, self._most, checksum)
-        self._pending = BackgroundGather(report.packed(), self._background, f"paces of the ranks after step {step}")
+        self._pending = BackgroundGather(report, self._background, what)
+
+    def follow(self, gone: Collection[int], drawn: int) -> int:
+        """The ranks of these places are lost: split what no rank has drawn over the others. All of them call it.
+
+        Args:
+            drawn: the first batch that this rank has not drawn.
+
+        Returns:
+            The first batch of that split, which no rank has drawn.
+
+        Raises:
+            InvalidStateError: the others may not take as many samples as a batch has.
+        """
+        assert self._group is not None
+        packed = struct.pack("<q", drawn)
+        start = max(
+            struct.unpack("<q", one)[0] for one in gather_in_unit(packed, self._group, "the batches that are drawn")
+        )
+        plan = self._plans.newest.without(gone)
+        if (problem := why_no_split(self._settings.batches.size, plan.limits)) is not None:
+            raise InvalidStateError(
+                f"BalancedSampler: without {describe_places(gone)}, lost on the way, {problem}. Restart with a smaller"
+                " global_batch or other limits",
+                rank=self._rank(),
+                peer=min(gone),
+            )
+        return self._plans.add(start, plan)
 
     def _read(self) -> None:
-        if self._pending is None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._decide([Report.unpacked(one) for one in pending.wait()])
+
+    def _decide(self, reports: list[Report]) -> None:
+        if len(reports) != len(self._plans.newest.places):  # one more was lost: `follow` comes first
             return
-        pending, self._pending = self._pending, None
-        reports = [Report.unpacked(one) for one in pending.wait()]
         self._compare(reports)
         plan = decide(reports, self._settings, self._plans.newest, self._changed_step)
         if plan is None:
             return
         size = self._settings.batches.size
         if (problem := why_no_split(size, plan.limits)) is not None:
-            short = [rank for rank, most in enumerate(plan.limits.most) if most < self._settings.limits.most[rank]]
+            usual = self._first.without(set(self._first.places) - set(plan.places)).limits.most
+            short = [rank for rank, most in enumerate(plan.limits.most) if most < usual[rank]]
             raise InvalidStateError(
                 f"BalancedSampler: since rank {short[0]} ran out of memory {problem}. Restart with a smaller"
                 " global_batch, more ranks, or a smaller least",
-                rank=self._rank,
+                rank=self._rank(),
                 peer=short[0],
                 step=reports[0].step,
             )
@@ -161,7 +221,7 @@ class Agreement:
         if plan.paces != self._plans.newest.paces:
             self._changed_step = reports[0].step
         self._plans.add(start, plan)
-        if self._rank == 0:
+        if self._rank() == 0:
             counts = split(plan.paces, size, plan.limits, None, size)
             _log.info(
                 "batches are split %s from batch %d on: the ranks take %s ms for %s samples",
@@ -172,22 +232,23 @@ class Agreement:
             )
 
     def _compare(self, reports: list[Report]) -> None:
-        mine = reports[self._rank]
+        me = self._rank()
+        mine = reports[me]
         for rank, other in enumerate(reports):
             if (other.step, other.committed) != (mine.step, mine.committed):
                 raise MismatchError(
-                    f"rank {rank} has trained {other.committed} batches in {other.step} steps, and rank {self._rank}"
+                    f"rank {rank} has trained {other.committed} batches in {other.step} steps, and rank {me}"
                     f" {mine.committed} in {mine.step}: all ranks have to take every batch of their BalancedSampler,"
                     " and to load the same state",
-                    rank=self._rank,
+                    rank=me,
                     peer=rank,
                     step=mine.step,
                 )
             if other.checksum != mine.checksum:
                 raise MismatchError(
                     f"rank {rank} has split the {mine.committed} batches up to step {mine.step} otherwise than rank"
-                    f" {self._rank}: does cost= give the same on all ranks?",
-                    rank=self._rank,
+                    f" {me}: does cost= give the same on all ranks?",
+                    rank=me,
                     peer=rank,
                     step=mine.step,
                 )
@@ -200,9 +261,9 @@ def decide(reports: list[Report], settings: Settings, current: Plan, changed_ste
         reports: by rank, of one step.
         changed_step: the step of the reports of which the current paces came.
     """
-    limits = RankLimits(settings.limits.least, tuple(one.most for one in reports), settings.limits.multiple)
-    paces = _faster(reports, settings, Plan(current.paces, limits), changed_step) or current.paces
-    found = Plan(paces, limits)
+    limits = RankLimits(current.limits.least, tuple(one.most for one in reports), current.limits.multiple)
+    paces = _faster(reports, settings, replace(current, limits=limits), changed_step) or current.paces
+    found = replace(current, paces=paces, limits=limits)
     return None if found == current else found
 
 
@@ -219,7 +280,7 @@ def _faster(
 
     def parts(paces: Sequence[Pace]) -> Sequence[float]:
         if settings.has_cost:
-            return shares(paces, work, [0.0] * settings.ranks, [work] * settings.ranks)
+            return shares(paces, work, [0.0] * len(paces), [work] * len(paces))
         return split(paces, size, limits, None, size)
 
     if why_no_split(size, limits) is not None or not worth_it(measured, current.paces, parts):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ringdp.data.split import Pace, RankLimits
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,22 @@ class Plan:
     Attributes:
         paces: by rank.
         limits: of a full batch.
+        places: by rank, which it was when the sampler was made.
     """
 
     paces: tuple[Pace, ...]
     limits: RankLimits
+    places: tuple[int, ...]
+
+    def without(self, gone: Collection[int]) -> Plan:
+        """For the others, when these places are lost."""
+        stay = [rank for rank, place in enumerate(self.places) if place not in gone]
+
+        def of_those(values: Sequence[Kind]) -> tuple[Kind, ...]:
+            return tuple(values[rank] for rank in stay)
+
+        limits = RankLimits(of_those(self.limits.least), of_those(self.limits.most), self.limits.multiple)
+        return Plan(of_those(self.paces), limits, of_those(self.places))
 
 
 class Plans:
@@ -53,15 +68,20 @@ class Plans:
         self._starts = [0]
         self._plans = [first]
 
-    def add(self, start: int, plan: Plan) -> None:
-        """From batch `start` on, which is not before the last plan's."""
+    def add(self, start: int, plan: Plan) -> int:
+        """From batch `start` on, or from the last plan's first batch, if that is later. Returns that batch."""
         self._starts.append(max(start, self._starts[-1]))
         self._plans.append(plan)
+        return self._starts[-1]
 
     def at(self, index: int) -> tuple[int, Plan]:
         """The number of the plan of this batch, and that plan."""
         number = bisect_right(self._starts, index) - 1
         return number, self._plans[max(number, 0)]
+
+    def forget(self) -> None:
+        """The newest one is that of all batches from now on."""
+        self._starts, self._plans = [0], [self._plans[-1]]
 
     @property
     def newest(self) -> Plan:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
 from math import fsum
 from time import monotonic_ns
 from typing import Any
@@ -14,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from ringdp import values
-from ringdp.data.agreement import Agreement, compare_settings
-from ringdp.data.order import GlobalBatches
+from ringdp.data.agreement import Agreement, compare_settings, describe_places
+from ringdp.data.order import Epochs
 from ringdp.data.plans import Drawn, Plan, Plans
 from ringdp.data.settings import Limits, Settings
 from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
-from ringdp.job.elastic import refuse_where_elastic
+from ringdp.job.elastic import is_elastic, places
 
 _log = logging.getLogger("ringdp.data")
 _FORMAT = 1
@@ -74,15 +75,16 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = _group(group)
-        refuse_where_elastic(self._group, "sampler")
-        self._rank = 0 if self._group is None else self._group.rank()
-        ranks = 1 if self._group is None else self._group.size()
+        self._elastic = self._group is not None and is_elastic(self._group)
+        ranks: tuple[int, ...] = (0,)  # which the members had at the beginning
 
         def checked() -> Settings:
+            nonlocal ranks
+            ranks = (0,) if self._group is None else places(self._group)
             return Settings.checked(
                 dataset,
                 global_batch,
-                ranks,
+                len(ranks),
                 seed=seed,
                 shuffle=shuffle,
                 drop_last=drop_last,
@@ -92,9 +94,11 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             )
 
         self._settings = compare_settings(checked, self._group)
-        self._batches: GlobalBatches = self._settings.batches
+        self._place = ranks[self._rank]
+        self._epochs = Epochs(self._settings.batches)
+        self._untrained: dict[int, list[int]] = {}  # samples of batches that lost ranks had a part in, to be dealt anew
         self._cost = cost
-        self._plans = Plans(Plan(self._settings.paces, self._settings.limits))
+        self._plans = Plans(Plan(self._settings.paces, self._settings.limits, ranks))
         self._agreement = Agreement(self._settings, self._plans, self._group)
         self._speed = SpeedModel()
         self._watched: _Watched | None = None
@@ -110,30 +114,40 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._work = float(global_batch)  # of the newest batch, over all ranks
         self._repeats = False  # the forwards up to the end of this step are of the batch that was too large
 
+    @property
+    def _rank(self) -> int:
+        return 0 if self._group is None else self._group.rank()
+
     # The DataLoader's side.
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self._batches.count
+        """Batches of a whole epoch; without those that hold again what lost ranks had of it (elastic jobs)."""
+        return self._settings.batches.count
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's batches from the committed position to the end of the epoch; after a whole one, of the next."""
         with self._lock:
             self._settle()
             self._begin_pass()
-            start, epoch = self._start, self.epoch
-        if self._settings.by_speed and self._settings.ranks > 1 and self._watched is None:
+            index, epoch = self._start, self.epoch
+        needs_times = self._settings.by_speed and self._settings.ranks > 1
+        if (needs_times or self._elastic) and self._watched is None:
+            otherwise = "" if self._elastic else ", or give balance='equal'"
             raise InvalidStateError(
-                f"rank {self._rank}: BalancedSampler has no times to split batches by: call sampler.watch(model) with"
-                " the RingDP before the first batch is drawn, or give balance='equal'"
+                f"rank {self._rank}: BalancedSampler does not know which batches are trained, and how fast: call"
+                f" sampler.watch(model) with the RingDP before the first batch is drawn{otherwise}"
             )
-        order = self._batches.order(epoch)
-        for index in range(start, (epoch + 1) * len(self)):
-            yield self._draw(order, index)
+        while index < self._end(epoch):
+            yield self._draw(index)
+            index += 1
+
+    def _end(self, epoch: int) -> int:
+        with self._lock:
+            return self._epochs.first(epoch + 1)
 
     def _begin_pass(self) -> None:
-        ended = self._next if self._trained_is_known else (self._start // len(self) + 1) * len(self)
-        continues = self._drawn_all and ended % len(self) == 0 and ended > self._start
+        ended = self._next if self._trained_is_known else self._end(self.epoch)
+        continues = self._drawn_all and self._epochs.at(ended)[1] == 0 and ended > self._start
         if not continues:
             self._next = self._committed
             self._drawn.clear()
@@ -144,21 +158,36 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._start = ended if continues else self._committed
         self._drawn_all = False
 
-    def _draw(self, order: torch.Tensor, index: int) -> list[int]:
-        batch = self._batches.batch(order, index % len(self))
+    def _draw(self, index: int) -> list[int]:
+        with self._lock:
+            batch = self._epochs.batch(index)
         costs = None if self._cost is None else self._costs(batch)
         with self._lock:
             self._agreement.before_drawing(index)
             number, plan = self._plans.at(index)
-            counts = split(plan.paces, self._batches.size, plan.limits, costs, len(batch))
-            begin = sum(counts[: self._rank])
-            end = begin + counts[self._rank]
+            counts = split(plan.paces, self._settings.batches.size, plan.limits, costs, len(batch))
+            rank = plan.places.index(self._place)
+            begin = sum(counts[:rank])
+            end = begin + counts[rank]
             work = float(end - begin) if costs is None else fsum(costs[begin:end])
             drawn = Drawn.after(self._drawn_checksum, index, counts, work=work, samples=end - begin, plan=number)
             self._drawn[index], self._drawn_checksum = drawn, drawn.checksum
-            self._drawn_all = (index + 1) % len(self) == 0
+            self._drawn_all = index + 1 == self._end(self._epochs.at(index)[0])
             self._work = float(len(batch)) if costs is None else fsum(costs)
             return batch[begin:end]
+
+    def _samples_of(self, gone: Collection[int], index: int) -> list[int]:
+        """What these places have, or would have, of batch `index`."""
+        batch, (_, plan) = self._epochs.batch(index), self._plans.at(index)
+        costs = None if self._cost is None else self._costs(batch)
+        counts = split(plan.paces, self._settings.batches.size, plan.limits, costs, len(batch))
+        ends = list(accumulate(counts))
+        return [
+            sample
+            for place, count, end in zip(plan.places, counts, ends, strict=True)
+            if place in gone
+            for sample in batch[end - count : end]
+        ]
 
     def _costs(self, batch: Sequence[int]) -> list[float]:
         assert self._cost is not None
@@ -193,7 +222,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 " number for each rank"
             )
         group = model.process_group
-        if (group.size(), group.rank()) != (self._settings.ranks, self._rank):
+        same = (group.size(), group.rank()) == (self._settings.ranks, self._rank)
+        if not (group is self._group if self._elastic else same):
             raise InvalidArgumentError(
                 f"the model averages over {group.size()} ranks, of which this is number {group.rank()}, and the sampler"
                 f" splits batches over {self._settings.ranks}, of which it is number {self._rank}: give both the same"
@@ -265,6 +295,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 watched.forward_begins()
                 if watched.begins_batch and self._next in self._drawn:
                     self._next += 1
+            if self._elastic:
+                self._follow_members(watched.members())
             self._agreement.step(watched.steps, self._committed, self._checksum, self._speed, self._work)
 
     def _settle(self) -> None:
@@ -285,23 +317,65 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._commit()
 
     def _commit(self) -> None:
+        if self._elastic and self._watched is not None and (gone := self._gone(self._watched.members())):
+            for index in range(self._committed, self._next):
+                self._untrained[index] = self._samples_of(gone, index)
         for index in range(self._committed, self._next):
             drawn = self._drawn.pop(index, None)
             self._checksum = self._checksum if drawn is None else drawn.checksum
         self._committed = self._next
+
+    # In elastic jobs. What lost ranks had of a batch that was drawn comes in batches behind the others of its epoch.
+
+    def _gone(self, members: Collection[int] | None) -> set[int]:
+        """Places that the newest plan has, and that had no part in the last step."""
+        return set() if members is None else set(self._plans.newest.places) - set(members)
+
+    def _follow_members(self, members: Collection[int] | None) -> None:
+        """All ranks call it at the same place, with the members that have made the last step."""
+        gone = self._gone(members)
+        if not gone:
+            return
+        drawn = max([self._committed, self._next, *(index + 1 for index in self._drawn)])
+        start = self._agreement.follow(gone, drawn)
+        for index in range(self._committed, start):
+            self._untrained[index] = self._samples_of(gone, index)
+        for epoch in sorted({self._epochs.at(index)[0] for index in self._untrained}):
+            self._deal_anew(epoch, start, gone)
+        self._untrained.clear()
+
+    def _deal_anew(self, epoch: int, start: int, gone: Collection[int]) -> None:
+        """What is untrained of this epoch; `start`: the first batch that no rank has drawn."""
+        batches = [index for index in self._untrained if self._epochs.at(index)[0] == epoch]
+        samples = [sample for index in batches for sample in self._untrained[index]]
+        first, end = self._epochs.first(epoch), self._epochs.first(epoch + 1)
+        if start < end:
+            self._epochs.leave_over(epoch, samples)
+        if samples and self._rank == 0:
+            _log.warning(
+                "epoch %d: %d samples of batches %d to %d, which went to %s, %s",
+                epoch,
+                len(samples),
+                batches[0] - first,
+                batches[-1] - first,
+                describe_places(gone),
+                "come again at the end of the epoch" if start < end else "are in no step: no batch was left to draw",
+            )
 
     # The position.
 
     @property
     def epoch(self) -> int:
         """The epoch whose batches are drawn, or would be."""
-        return self._start // len(self)
+        with self._lock:
+            return self._epochs.at(self._start)[0]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How many samples of a full batch each rank gets by the newest split; with `cost` only roughly."""
         plan = self._plans.newest
-        return tuple(split(plan.paces, self._batches.size, plan.limits, None, self._batches.size))
+        size = self._settings.batches.size
+        return tuple(split(plan.paces, size, plan.limits, None, size))
 
     def set_epoch(self, epoch: int) -> None:
         """Draw this epoch next: from its beginning, or, where it is the present one and not done, as `__iter__`."""
@@ -309,7 +383,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         with self._lock:
             self._settle()
             if epoch != self.epoch or self._drawn_all:
-                self._go_to(epoch * len(self))
+                self._go_to(epoch, 0, [])
 
     def state_dict(self) -> dict[str, Any]:
         """The position of training: the same on all ranks; it loads at any number of ranks.
@@ -318,8 +392,17 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         """
         with self._lock:
             self._settle()
-            epoch, position = divmod(self._committed, len(self))
-            return {"version": _FORMAT, **self._settings.saved(), "epoch": epoch, "position": position}
+            epoch, position = self._epochs.at(self._committed)
+            left_over = [*self._epochs.left_over(epoch)]
+            for index, samples in self._untrained.items():
+                left_over += samples if self._epochs.at(index)[0] == epoch else []
+            return {
+                "version": _FORMAT,
+                **self._settings.saved(),
+                "epoch": epoch,
+                "position": position,
+                "left_over": left_over,
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict`; all ranks call it, before they draw batches.
@@ -329,10 +412,14 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         """
         position = self._settings.position_in(state, _FORMAT)
         with self._lock:
-            self._go_to(position)
+            self._go_to(*position)
 
-    def _go_to(self, index: int) -> None:
-        self._start = self._next = self._committed = index
+    def _go_to(self, epoch: int, position: int, left_over: list[int]) -> None:
+        self._epochs.begin(epoch, left_over)
+        self._untrained.clear()
+        if self._elastic:  # no plan with lost ranks counts any more
+            self._plans.forget()
+        self._start = self._next = self._committed = self._epochs.first(epoch) + position
         self._drawn.clear()
         self._drawn_checksum = self._checksum
         self._drawn_all = False
@@ -356,7 +443,14 @@ class _Watched:
     def _times(self) -> Mapping[str, int]:
         """Of the last backward that synchronised; of none where the model is gone."""
         model = self._model()
-        return {"finished_ns": self._finished_ns, "computed_ns": 0} if model is None else model.reducer.times()
+        return {"finished_ns": self._finished_ns, "computed_ns": 0} if model is None else model.reducer.report.times()
+
+    def members(self) -> tuple[int, ...] | None:
+        """The places of the ranks that have made the last step; None before there is one."""
+        model = self._model()
+        if model is None or (view := model.reducer.view()) == 0:
+            return None
+        return places(model.process_group, view)
 
     def remove(self) -> None:
         model = self._model()

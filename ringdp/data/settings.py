@@ -119,8 +119,8 @@ class Settings:
         """The settings that decide which samples a batch has."""
         return {"global_batch" if name == "size" else name: value for name, value in vars(self.batches).items()}
 
-    def position_in(self, state: Mapping[str, Any], version: int) -> int:
-        """The batch, counted over all epochs, at which a state of `BalancedSampler.state_dict` is."""
+    def position_in(self, state: Mapping[str, Any], version: int) -> tuple[int, int, list[int]]:
+        """Where a state of `BalancedSampler.state_dict` is: the epoch, the batch in it, and what comes behind it."""
         try:
             if state["version"] != version:
                 raise InvalidArgumentError(f"a sampler's state of version {state['version']}: {version} is known here")
@@ -131,15 +131,17 @@ class Settings:
                         " sampler the same"
                     )
             epoch, position = int(state["epoch"]), int(state["position"])
+            left_over = [int(sample) for sample in state["left_over"]]
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidArgumentError):
                 raise
             raise InvalidArgumentError(f"this is not a BalancedSampler's state: {error!r}") from error
-        if epoch < 0 or not 0 <= position <= self.batches.count:
+        most = self.batches.count_of(self.batches.length + len(left_over))
+        if epoch < 0 or not 0 <= position <= most or not all(0 <= it < self.batches.length for it in left_over):
             raise InvalidArgumentError(
                 f"this sampler's state is at batch {position} of epoch {epoch}, which does not exist"
             )
-        return epoch * self.batches.count + position
+        return epoch, position, left_over
 
 
 def _length(dataset: Sized | int) -> int:

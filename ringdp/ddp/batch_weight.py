@@ -90,7 +90,7 @@ class BatchWeight(Feature):
     def shadow(self, ddp: FeaturedDDP) -> None:
         """Called on a rank that has run out of input (`Join`), in a forward of the others."""
         if self.mode is not None:
-            ddp.reducer.shadow_weight()
+            ddp.reducer.join.shadow_weight()
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

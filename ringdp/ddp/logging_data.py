@@ -53,7 +53,7 @@ class ReducerLog:
         bucket_cap_bytes: int,
     ) -> None:
         reducer: Any = wrapper.reducer
-        self._reducer = reducer
+        self._reducer, self._plan, self._report = reducer, reducer.plan, reducer.report
         self._rate = _STEPS_BETWEEN_LOGS
         self._forwards = 0
         self._forward_began_ns = 0
@@ -77,7 +77,7 @@ class ReducerLog:
         """Those that the reducer averages from now on."""
         self._strings |= {
             "dtypes": ", ".join(sorted({_type_name(parameter.dtype) for parameter in parameters})),
-            "bucket_sizes": _listed(self._reducer.bucket_bytes()),
+            "bucket_sizes": _listed(self._plan.bucket_bytes()),
             "parameter_names": ", ".join(names),
         }
         self._integers |= {
@@ -120,7 +120,7 @@ class ReducerLog:
 
     def _log_times(self) -> None:
         """Record the step of the last logged forward, where its backward is over."""
-        times: Mapping[str, int] = self._reducer.times()
+        times: Mapping[str, int] = self._report.times()
         if not self._forward_began_ns or times["finished_ns"] < self._forward_began_ns:
             return
         to_epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -160,16 +160,16 @@ class ReducerLog:
         if error := self._reducer.error():
             self.set_error_and_log(error)
         self._log_times()
-        stats = self._reducer.stats()
-        self._integers["has_rebuilt_buckets"] = int(self._reducer.rebuilt())
+        stats = self._report.stats()
+        self._integers["has_rebuilt_buckets"] = int(self._plan.rebuilt())
         self._integers["num_buckets_reduced"] = stats["buckets"]
         memory = gradient_memory()
         self._integers["gradient_pool_bytes_in_use"] = memory.bytes_in_use
         self._integers["gradient_pool_bytes_idle"] = memory.bytes_idle
         self._strings["prev_iteration_grad_ready_order_indices"] = _listed(self._reducer.arrivals())
-        if self._reducer.rebuilt():
-            self._strings["rebuilt_bucket_sizes"] = _listed(self._reducer.bucket_bytes())
-            layout = self._reducer.layout()
+        if self._plan.rebuilt():
+            self._strings["rebuilt_bucket_sizes"] = _listed(self._plan.bucket_bytes())
+            layout = self._plan.layout()
             self._strings["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(str(index) for index in bucket) for bucket in layout
             )

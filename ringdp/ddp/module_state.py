@@ -116,10 +116,10 @@ class SentState(Feature):
 
     def repeat_batch(self, ddp: FeaturedDDP) -> None:
         """Buffers are not sent again up to the next backward that synchronises."""
-        self._repeated_after = ddp.reducer.steps()
+        self._repeated_after = ddp.reducer.report.steps()
 
     def is_repeating(self, ddp: FeaturedDDP) -> bool:
-        return 0 <= self._repeated_after == ddp.reducer.steps()
+        return 0 <= self._repeated_after == ddp.reducer.report.steps()
 
     def broadcast(self, ddp: FeaturedDDP, tensors: list[Tensor], send: Callable[[], None]) -> None:
         """`send()`, by which these buffers of a forward become those of a rank.
@@ -162,7 +162,7 @@ def _forward_note(ddp: FeaturedDDP) -> str:
     # Where all ranks that take part run the same forwards; the reducer is not there while the wrapper is constructed.
     compared = not (ddp._join_config.enable or ddp.ringdp_features[Elastic].repairs)
     reducer: Any = ddp.__dict__.get("reducer") if compared else None
-    return "" if reducer is None else str(reducer.forward_note(ddp.module.training))
+    return "" if reducer is None else str(reducer.forwards.note_of(ddp.module.training))
 
 
 def sends_buffers(ddp: DistributedDataParallel) -> bool:

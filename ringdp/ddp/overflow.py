@@ -64,7 +64,7 @@ class ReducedGradients:
         self._known_ids = frozenset(self._ids)
         self._marks = _C.GradientMarks(parameters)
         self._watching = False
-        self._steps = wrapper.reducer.stats()["steps"]
+        self._steps = wrapper.reducer.report.steps()
         self._overflowed = False
         self._overflow: Overflow | None = None
         _ALIVE.add(self)
@@ -73,7 +73,7 @@ class ReducedGradients:
         """Called when a backward begins: check the reductions of this one and all later ones."""
         wrapper = self._wrapper()
         if wrapper is not None and not self._watching:
-            wrapper.reducer.watch_finite(True)
+            wrapper.reducer.overflow.watch(True)
             self._watching = True
 
     def note(self) -> None:
@@ -81,14 +81,14 @@ class ReducedGradients:
         wrapper = self._wrapper()
         if wrapper is None:
             return
-        steps = wrapper.reducer.stats()["steps"]
+        steps = wrapper.reducer.report.steps()
         if steps == self._steps:
             return
         self._steps = steps
         # None: not checked, because nothing was reduced, or a hook reduced it. A check on a device would wait
         # for it: there torch's one kernel looks at the gradients while it unscales them.
         known = wrapper.process_group.size() > 1 and wrapper.device_type == "cpu"
-        finite = wrapper.reducer.finite() if known else None
+        finite = wrapper.reducer.overflow.finite() if known else None
         self._marks.note(finite is True)
         self._overflowed = finite is False
         self._overflow = None
@@ -96,7 +96,7 @@ class ReducedGradients:
     def finite(self) -> set[int]:
         """The ids of the parameters whose gradient is as the reducer left it, which saw that it is finite."""
         wrapper = self._wrapper()
-        if wrapper is None or wrapper.reducer.stats()["steps"] != self._steps:
+        if wrapper is None or wrapper.reducer.report.steps() != self._steps:
             return set()  # a backward without a scaled loss has reduced since
         return {number for number, finite in zip(self._ids, self._marks.finite(), strict=True) if finite}
 
@@ -117,11 +117,11 @@ class ReducedGradients:
         wrapper = self._wrapper()
         if self._overflow is None and self._overflowed and wrapper is not None:
             group, reducer = wrapper.process_group, wrapper.reducer
-            own = int(reducer.own_non_finite())
+            own = int(reducer.overflow.own_non_finite())
             alone = wrapper._join_config.enable
             brought = [own] if alone else _gather(own, group)
             ranks = tuple(rank for rank, index in enumerate(brought) if index >= 0)
-            in_result = reducer.non_finite() if not ranks else []
+            in_result = reducer.overflow.non_finite() if not ranks else []
             first = brought[ranks[0]] if ranks else (in_result[0] if in_result else -1)
             name = self._names[first] if first >= 0 else "a parameter"
             self._overflow = Overflow(name, None if alone else ranks, group.size(), group.rank())

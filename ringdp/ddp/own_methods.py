@@ -28,7 +28,7 @@ class OwnMethods(FeaturedDDP):
 
     def stats(self) -> Stats:
         """The costs of reducing gradients; keeping them costs two clock readings per step."""
-        return Stats(**self.reducer.stats())
+        return Stats(**self.reducer.report.stats())
 
     def report(self) -> Report:
         """Where the time of the last steps went, on all ranks, the largest cost, and a remedy. Prints as tables.

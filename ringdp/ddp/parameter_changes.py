@@ -181,7 +181,7 @@ class ReducedParameters(Feature):
         """The changes since the buckets were laid out, and the present parameters."""
         after = model_parameters(ddp.module, ignored=ddp.parameters_to_ignore)
         after = without_results(self.watched, after)
-        found = ddp.reducer.find([one.parameter for one in after])
+        found = ddp.reducer.plan.find([one.parameter for one in after])
         return ParameterChanges.between(self.watched, after, found), after
 
     def _with_never_reduced(
@@ -194,7 +194,7 @@ class ReducedParameters(Feature):
         before = [*self.watched, *self._never_reduced]
         position = {id(one.parameter): index for index, one in enumerate(self._never_reduced, len(self.watched))}
         found = [
-            *ddp.reducer.find([one.parameter for one in after]),
+            *ddp.reducer.plan.find([one.parameter for one in after]),
             *(position.get(id(one.parameter), -1) for one in others),
         ]
         return ParameterChanges.between(before, [*after, *others], found), others
@@ -240,9 +240,7 @@ class ReducedParameters(Feature):
             feature.before_renumbering(ddp)
         parameters, names = [one.parameter for one in after], [one.name for one in after]
         remember_names(parameters, names)
-        ddp.reducer.replace_parameters(
-            parameters, names, [one.describe_use() for one in after], [one.sparse for one in after]
-        )
+        ddp.reducer.replace_parameters([one.describe() for one in after])
         self.watched = after
         named_now = ddp.module.named_parameters()
         ddp._module_parameters = [one for name, one in named_now if name not in ddp.parameters_to_ignore]

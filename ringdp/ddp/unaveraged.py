@@ -52,7 +52,7 @@ class OptimizerWatch:
         if _closure(args, keywords) is None or torch.compiler.is_compiling():
             return
         for wrapper in self._owners_of(args[0]):
-            wrapper.reducer.begin_closure()
+            wrapper.reducer.forwards.begin_closure()
 
     # After the step, since a closure runs backwards in it.
     def _after(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class OptimizerWatch:
         owners = self._owners_of(optimizer)
         for wrapper in owners:
             if closure is not None:
-                wrapper.reducer.end_closure()
+                wrapper.reducer.forwards.end_closure()
             if wrapper.reducer.has_unaveraged():
                 others = [other for other in owners if other is not wrapper]
                 wrapper.ringdp_features[Unaveraged].look(wrapper, optimizer, others)

@@ -46,13 +46,13 @@ class UnevenInputs(FeaturedDDP):
         assert work is not None
         work.wait()
         with_input = int(ranks.item())
-        self.reducer.shadow_with(self.process_group.size() if self._divide_by_initial_world_size else with_input)
+        self.reducer.join.divide_by(self.process_group.size() if self._divide_by_initial_world_size else with_input)
         return with_input != 0
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.ringdp_features[BatchWeight].shadow(self)
         super()._match_all_reduce_for_bwd_pass()
-        self.reducer.shadow_used_map()
+        self.reducer.join.shadow_used_map()
 
     def _match_unused_params_allreduce(self) -> None:
         """Does nothing: _match_all_reduce_for_bwd_pass has done it, where it is an operation of its own."""

@@ -247,26 +247,22 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
         if not self._caps_bytes:  # of the user
             over_ring = backend == BACKEND and self.ringdp_features[GradientCompression].chosen is None
             self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
-        self.reducer = _C.Reducer(
-            [one.parameter for one in watched],
-            [one.name for one in watched],
-            [one.describe_use() for one in watched],
-            [one.sparse for one in watched],
-            self.process_group,
-            caps_bytes=self._caps_bytes,
-            find_unused=self._find_unused,
-            average=has_average(self.process_group, self.device_type),
-            own_gradients=not self.gradient_as_bucket_view,
-            skip_unused=self.skip_all_reduce_unused_params,
-            names_compared=backend == BACKEND,
-            graph_shows_unused=not self.ringdp_features[ShardedParameters].found,
-            reduce_dtype=self._reduce_dtype,
-            host_control=self.placement.host_control,
-            weighted=self.ringdp_features[BatchWeight].mode is not None,
-            gradient_pool=self._gradient_pool and on_cpu(one.parameter for one in watched),
-            report_every=report_every(),
-            alone=config.reduce_alone(),
-        )
+        options = _C.ReducerOptions()
+        options.caps_bytes = self._caps_bytes
+        if self._find_unused is not None:
+            options.expect_unused(self._find_unused)
+        options.average = has_average(self.process_group, self.device_type)
+        options.own_gradients = not self.gradient_as_bucket_view
+        options.skip_unused = self.skip_all_reduce_unused_params
+        options.names_compared = backend == BACKEND
+        options.graph_shows_unused = not self.ringdp_features[ShardedParameters].found
+        options.reduce_dtype = self._reduce_dtype
+        options.host_control = self.placement.host_control
+        options.weighted = self.ringdp_features[BatchWeight].mode is not None
+        options.gradient_pool = self._gradient_pool and on_cpu(one.parameter for one in watched)
+        options.report_every = report_every()
+        options.alone = config.reduce_alone()
+        self.reducer = _C.Reducer([one.describe() for one in watched], self.process_group, options)
         if self._use_python_reducer:  # torch's own hooks, for a backward that is compiled as one graph
             self.reducer._remove_autograd_hooks()
         self.ringdp_features[ShardedParameters].put_back()
@@ -283,7 +279,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
-        _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.bucket_bytes())
+        _log.debug("%d parameters in buckets of %s bytes", len(parameters), self.reducer.plan.bucket_bytes())
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

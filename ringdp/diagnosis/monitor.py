@@ -63,7 +63,7 @@ class StepMonitor:
         from ringdp import _C
 
         note_optimizers()
-        self._reducer, self._group = reducer, group
+        self._reducer, self._report, self._group = reducer, reducer.report, group
         self._view_of = _C.view_of if is_elastic(group) else None
         self._view = 1 if self._view_of is None else self._view_of(group)
         self._traffic = _C.traffic
@@ -100,14 +100,14 @@ class StepMonitor:
         if self._view_of is not None and (view := self._view_of(self._group)) != self._view:
             self._view = view
             self.group_replaced(self._group)
-        bits: int = self._reducer.note_forward()
+        bits: int = self._report.note_forward()
         if bits & _STEP_ENDED:
             self._step_ended()
         if bits & _FACTS_WANTED:
             facts = self._counters.since_last(self._carried()).packed()
             if self.attached is not None:
                 facts = facts.ljust(FACTS_BYTES - ATTACHED_BYTES, b"\0") + self.attached.message()
-            self._reducer.set_facts(facts)
+            self._report.set_facts(facts)
         if bits & _WINDOW_CAME:
             self.take()
         if self._messages is not None and time.monotonic() >= self._next_read_at:
@@ -146,7 +146,7 @@ class StepMonitor:
             self._record(self._records, steps, gradient_bytes, row)
         if self._timelines.active:
             named = dict(zip(FIELDS, row, strict=True))
-            self._timelines.add_step(steps, named, self._reducer.times(), self._clock())
+            self._timelines.add_step(steps, named, self._report.times(), self._clock())
 
     def report(self) -> Report:
         """The report of the ranks' last messages. Does not communicate."""
@@ -186,7 +186,7 @@ class StepMonitor:
 
     def take(self) -> None:
         """Take the ranks' messages, if new ones have come."""
-        messages = self._reducer.take_window()
+        messages = self._report.take_window()
         if messages is None:
             return
         self._messages = messages
@@ -239,8 +239,8 @@ class StepMonitor:
 
     def _sent(self, parts: Split) -> Sent:
         assert self._window is not None
-        stats: Mapping[str, Any] = self._reducer.stats()
-        rows = self._reducer.bucket_rows()
+        stats: Mapping[str, Any] = self._report.stats()
+        rows = self._report.bucket_rows()
         hosts = Counter(facts.host for facts in self._window.facts)
         return Sent(
             bytes=sum(row["bytes_before"] for row in rows),
@@ -254,7 +254,7 @@ class StepMonitor:
         """Of the last step, with what the engine has recorded of their operations."""
         from ringdp import _C
 
-        began, ended = (self._reducer.times()[name] for name in ("launched_ns", "finished_ns"))
+        began, ended = (self._report.times()[name] for name in ("launched_ns", "finished_ns"))
         recorded = {
             one.name.split(":")[0]: one
             for one in _C.operations()
@@ -263,7 +263,7 @@ class StepMonitor:
         algorithms = {one["number"]: one["name"] for one in _C.algorithms()}
         return tuple(
             _bucket_times(row, recorded.get(f"bucket {row['index']}"), algorithms, began)
-            for row in self._reducer.bucket_rows()
+            for row in self._report.bucket_rows()
         )
 
     def _clock(self) -> Offset:
@@ -272,7 +272,7 @@ class StepMonitor:
     def _record(self, records: StepRecords, step: int, gradient_bytes: int, row: list[float]) -> None:
         """The step that has ended. What takes time is done by the thread of the records."""
         if step in (2, 12) or step % 200 == 0:  # it takes a while for many parameters
-            rows = self._reducer.bucket_rows()
+            rows = self._report.bucket_rows()
             coded = sum(one["bytes_after"] for one in rows)
             self._ratio = sum(one["bytes_before"] for one in rows) / coded if coded else 1.0
         sent: int = self._traffic()[0]

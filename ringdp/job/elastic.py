@@ -22,6 +22,7 @@ from ringdp.errors import InvalidArgumentError
 
 _log = logging.getLogger("ringdp.elastic")
 Result = TypeVar("Result")
+_views: dict[int, tuple[int, ...]] = {}  # of the default group
 
 
 def is_elastic(group: dist.ProcessGroup) -> bool:
@@ -57,6 +58,19 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
     results: list[Result] = []
     _C.run_unit(group, what, lambda: results.append(body()))
     return results[-1]
+
+
+def places(group: dist.ProcessGroup, view: int | None = None) -> tuple[int, ...]:
+    """By rank of the group, the rank that each member had at the beginning of the job.
+
+    Args:
+        view: the number of an earlier view of an elastic group; None: its present members.
+    """
+    if not is_elastic(group):
+        return tuple(range(group.size()))
+    from ringdp import _C
+
+    return _views[_C.view_of(group) if view is None else view]
 
 
 # For `init`.
@@ -116,6 +130,8 @@ def follow(group: dist.ProcessGroup) -> None:
     """The group has been made: its rank and size follow its members, and the launcher lets ranks die from now on."""
     from ringdp import _C
 
+    _views.clear()
+    _views[_C.view_of(group)] = tuple(range(group.size()))
     _C.follow_view(group)
     _C.on_change(group, _changed)
     if (report := config.report_file()) is not None:
@@ -125,6 +141,7 @@ def follow(group: dist.ProcessGroup) -> None:
 
 def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool) -> None:
     """Update torch's own list of the group's ranks after a change of its members."""
+    _views[view] = tuple(members)
     torchs: Any = dist.distributed_c10d
     group = dist.group.WORLD
     if group in torchs._world.pg_group_ranks:

@@ -136,7 +136,7 @@ def tensor_parallel(second_used: str, **options: Any) -> float:
     alone = switching()
     assert type(model.module.first[0].weight).__name__ == "DTensor"
     assert model.device_mesh == mesh["replicate"]
-    assert len(model.reducer.layout()) > 2
+    assert len(model.reducer.plan.layout()) > 2
     # foreach: torch's optimizers refuse lists of both kinds of tensors
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     alone_optimizer = sgd(alone.parameters())

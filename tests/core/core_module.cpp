@@ -43,19 +43,19 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
   rendezvous.world = world;
-  rendezvous.timeout_ms = timeout_ms;
+  rendezvous.waiting.timeout_ms = timeout_ms;
   rendezvous.epoch = epoch;
-  rendezvous.host_id = host_id;
-  rendezvous.site = site;
-  rendezvous.streams = streams;
-  rendezvous.congestion = congestion;
-  rendezvous.tables = tables_text(tables);
-  rendezvous.tables_source = table_source;
-  rendezvous.transport = transport_named(transport);
-  rendezvous.shm_ring_bytes = shm_ring_bytes;
-  rendezvous.checksums = checksums;
-  rendezvous.full_mesh_ranks = full_mesh_ranks;
-  rendezvous.check_interrupt = check_interrupt;
+  rendezvous.host.id = host_id;
+  rendezvous.host.site = site;
+  rendezvous.links.streams = streams;
+  rendezvous.links.congestion = congestion;
+  rendezvous.tables.text = tables_text(tables);
+  rendezvous.tables.source = table_source;
+  rendezvous.links.transport = transport_named(transport);
+  rendezvous.links.shm_ring_bytes = shm_ring_bytes;
+  rendezvous.links.checksums = checksums;
+  rendezvous.links.full_mesh_ranks = full_mesh_ranks;
+  rendezvous.waiting.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
   rendezvous.secret.assign(bytes.begin(), bytes.end());
   EngineOptions options;
@@ -64,7 +64,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   options.rate_bytes_per_s = rate_bytes_per_s;
   options.dump_folder = dump_folder;
   options.heal_ms = heal_ms;
-  rendezvous.heals = heal_ms > 0;
+  rendezvous.links.heals = heal_ms > 0;
   options.check_interrupt = check_interrupt;
   if (segment_bytes < kGranuleBytes || segment_bytes > kSegmentBytes)
     throw Error(ErrorKind::kValue, "segment_bytes must be " + std::to_string(kGranuleBytes) + " to " +

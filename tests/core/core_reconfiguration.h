@@ -33,10 +33,10 @@ inline void bind_reconfiguration(pybind11::module_& module, void (*check_interru
              RendezvousOptions options;
              const auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
              options.secret.assign(bytes.begin(), bytes.end());
-             options.transport = transport_named(transport);
-             options.checksums = checksums;
-             options.interface = interface;
-             options.tables = tables_text(tables_from(TuningLimits{}));
+             options.links.transport = transport_named(transport);
+             options.links.checksums = checksums;
+             options.addresses.interface = interface;
+             options.tables.text = tables_text(tables_from(TuningLimits{}));
              return std::make_unique<Reconfiguration>(std::move(options));
            }),
            py::kw_only(), py::arg("secret") = py::bytes(), py::arg("transport") = "auto", py::arg("checksums") = false,

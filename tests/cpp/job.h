@@ -34,7 +34,7 @@ inline RendezvousOptions rendezvous_options(int rank, int world) {
   RendezvousOptions options;
   options.rank = rank;
   options.world = world;
-  options.timeout_ms = 30'000;
+  options.waiting.timeout_ms = 30'000;
   return options;
 }
 
@@ -52,7 +52,7 @@ inline void run_job(int world, const AlgorithmTable& table, const std::function<
   MemoryStore store;
   run_ranks(world, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, world);
-    rendezvous.full_mesh_ranks = full_mesh_ranks;
+    rendezvous.links.full_mesh_ranks = full_mesh_ranks;
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Rank self{rank, world, runtime,
               std::make_unique<GroupHandle>(runtime, "everybody", everybody(world), timeout_ms, table)};

@@ -144,7 +144,7 @@ CASE("what is not bulk passes bulk that waits for its time, the ranks sleep mean
   MemoryStore store;
   run_ranks(2, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, 2);
-    rendezvous.transport = &tcp_transport();
+    rendezvous.links.transport = &tcp_transport();
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     auto group = [&](const char* name) {
       return std::make_unique<GroupHandle>(runtime, name, everybody(2), 30'000, AlgorithmTable{});

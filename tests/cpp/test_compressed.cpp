@@ -152,7 +152,7 @@ CASE("means of all ranks, several in flight, with small segments") {
       for (const auto& it : all[rank]) inputs[rank].push_back(it.x);
     run_ranks(world, [&](int rank) {
       RendezvousOptions options = rendezvous_options(rank, world);
-      options.host_id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
+      options.host.id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
       EngineOptions engine;
       engine.segment_bytes = 1000;
       auto runtime = std::make_shared<Runtime>(store, options, engine);
@@ -191,7 +191,7 @@ CASE("means that go into other memory have the bits of those in place, and the i
     MemoryStore store;
     run_ranks(static_cast<int>(hosts.size()), [&](int rank) {
       RendezvousOptions options = rendezvous_options(rank, static_cast<int>(hosts.size()));
-      options.host_id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
+      options.host.id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
       auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});
       GroupHandle group(runtime, "everybody", everybody(static_cast<int>(hosts.size())), 30'000, AlgorithmTable{});
       std::vector<float> input(70'001), residual(input.size()), left(input.size()), left_in_place(input.size());

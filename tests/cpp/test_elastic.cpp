@@ -124,8 +124,8 @@ Lived live(int world, int steps, const std::vector<Death>& deaths, const Algorit
     };
     options.heal_ms = 0;  // a connection that is cut belongs to a rank that has died
     RendezvousOptions rendezvous = rendezvous_options(place, world);
-    rendezvous.transport = transport_named("tcp");
-    rendezvous.heals = false;
+    rendezvous.links.transport = transport_named("tcp");
+    rendezvous.links.heals = false;
     std::list<std::vector<float>> memory;
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Member member;
@@ -251,7 +251,7 @@ CASE("an operation outside units that is unfinished makes all survivors fail, an
       return std::make_unique<DeadChannel>(std::move(channel), cut[place], cut[peer]);
     };
     RendezvousOptions rendezvous = rendezvous_options(place, 3);
-    rendezvous.transport = transport_named("tcp");
+    rendezvous.links.transport = transport_named("tcp");
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     const auto elastic = ElasticGroup::make(runtime, "all", everybody(3), kTimeoutMs, {},
                                             std::make_unique<StoreAgreement>(std::make_unique<SharedStore>(store)));

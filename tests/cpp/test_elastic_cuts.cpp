@@ -160,8 +160,8 @@ uint64_t live(const Trial& trial, int victim, int64_t after, std::map<int, std::
       return std::make_unique<DyingChannel>(std::move(channel), death);
     };
     RendezvousOptions rendezvous = rendezvous_options(place, kWorld);
-    rendezvous.transport = transport_named("tcp");
-    rendezvous.heals = false;
+    rendezvous.links.transport = transport_named("tcp");
+    rendezvous.links.heals = false;
     std::list<std::vector<float>> memory;  // a rank that dies leaves operations under way
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     const auto elastic = ElasticGroup::make(runtime, "all", everybody(kWorld), kTimeoutMs, tables,

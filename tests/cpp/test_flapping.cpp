@@ -25,10 +25,10 @@ void run_flapping_job(int world, int streams, bool checksums, const std::functio
   MemoryStore store;
   run_ranks(world, [&](int rank) {
     RendezvousOptions options = rendezvous_options(rank, world);
-    options.transport = &tcp_transport();
-    options.host_id = std::to_string(rank);
-    options.streams = streams;
-    options.checksums = checksums;
+    options.links.transport = &tcp_transport();
+    options.host.id = std::to_string(rank);
+    options.links.streams = streams;
+    options.links.checksums = checksums;
     options.secret = kSecret;
     options.job = JobId{};
     auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});

@@ -217,9 +217,9 @@ void run_recorded_job(uint16_t streams) {
   for (std::size_t i = 0; i < 2; ++i) stores[i] = std::make_unique<ProxiedStore>(store, proxies[i]);
   run_ranks(2, [&](int rank) {
     RendezvousOptions options = rendezvous_options(rank, 2);
-    options.transport = &tcp_transport();
-    options.host_id = std::to_string(rank);
-    options.streams = streams;
+    options.links.transport = &tcp_transport();
+    options.host.id = std::to_string(rank);
+    options.links.streams = streams;
     options.secret = kSecret;
     options.job = JobId{};
     auto runtime = std::make_shared<Runtime>(*stores[static_cast<std::size_t>(rank)], options, EngineOptions{});

@@ -130,8 +130,8 @@ void run_cut_job(const Trial& trial, const std::function<void(Rank&, Cutter&)>& 
   MemoryStore store;
   run_ranks(trial.world, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, trial.world);
-    rendezvous.transport = &tcp_transport();
-    rendezvous.host_id = std::to_string(trial.hosts[static_cast<std::size_t>(rank)]);
+    rendezvous.links.transport = &tcp_transport();
+    rendezvous.host.id = std::to_string(trial.hosts[static_cast<std::size_t>(rank)]);
     auto cutter = std::make_shared<Cutter>();
     EngineOptions options;
     options.segment_bytes = trial.segment_bytes;
@@ -271,8 +271,8 @@ CASE("a rank that cannot be dialled again has ended: its peer hears so at once")
   MemoryStore store;
   run_ranks(2, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, 2);
-    rendezvous.transport = &tcp_transport();
-    rendezvous.heals = rank == 1;  // rank 0 does not listen any more
+    rendezvous.links.transport = &tcp_transport();
+    rendezvous.links.heals = rank == 1;  // rank 0 does not listen any more
     auto cutter = std::make_shared<Cutter>();
     EngineOptions options;
     options.wrap_channel = [cutter](std::unique_ptr<Channel> channel, int peer) -> std::unique_ptr<Channel> {

@@ -46,8 +46,8 @@ void run_limited(int world, int64_t rate, const std::function<void(Rank&)>& body
   MemoryStore store;
   run_ranks(world, [&](int rank) {
     RendezvousOptions rendezvous = rendezvous_options(rank, world);
-    rendezvous.transport = &tcp_transport();
-    if (!one_host) rendezvous.host_id = "host " + std::to_string(rank);
+    rendezvous.links.transport = &tcp_transport();
+    if (!one_host) rendezvous.host.id = "host " + std::to_string(rank);
     auto runtime = std::make_shared<Runtime>(store, rendezvous, options);
     Rank self{rank, world, runtime,
               std::make_unique<GroupHandle>(runtime, "everybody", everybody(world), 30'000, AlgorithmTable{})};

@@ -130,7 +130,7 @@ CASE("a rank that is not there is named, and the others wait no longer than thei
   MemoryStore store;
   run_ranks(4, [&](int rank) {
     RendezvousOptions options = rendezvous_options(rank, 4);
-    options.host_id = rank < 2 ? "a" : "b";
+    options.host.id = rank < 2 ? "a" : "b";
     auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});
     GroupHandle group(runtime, "g", everybody(4), 400, AlgorithmTable{});
     std::vector<float> data(300'000, 1.0F);
@@ -156,7 +156,7 @@ CASE("sums of several hosts, several in flight, with small segments") {
     int world = static_cast<int>(hosts.size());
     run_ranks(world, [&](int rank) {
       RendezvousOptions options = rendezvous_options(rank, world);
-      options.host_id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
+      options.host.id = std::to_string(hosts[static_cast<std::size_t>(rank)]);
       EngineOptions engine;
       engine.segment_bytes = 1000;
       auto runtime = std::make_shared<Runtime>(store, options, engine);

@@ -152,7 +152,7 @@ def train(
                 scaler.load_state_dict(state["scaler"])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            model.reducer.give_residuals(state["residuals"])
+            model.reducer.compression.give_residuals(state["residuals"])
             if "memory" in state:
                 give_memory(model, (options or {})["compression"], state["memory"])
         for step in steps:
@@ -182,10 +182,12 @@ def train(
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
-        told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
+        told.extra["coded"] = sum(
+            row["bytes_before"] - row["bytes_after"] for row in model.reducer.report.bucket_rows()
+        )
         compression = (options or {}).get("compression")
         told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
-        told.own |= {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
+        told.own |= {"residuals": model.reducer.compression.take_residuals(list(range(len(list(model.parameters())))))}
     return told
 
 

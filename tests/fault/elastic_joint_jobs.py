@@ -116,7 +116,7 @@ def train(
                 model.load_state_dict(its)
             optimizer.load_state_dict(state["optimizer"])
             for model, residuals in zip(models, state["residuals"], strict=True):
-                model.reducer.give_residuals(residuals)
+                model.reducer.compression.give_residuals(residuals)
             for one, gradient in zip(parameters, state["left"], strict=True):
                 one.grad = gradient
         for step in steps:
@@ -145,7 +145,9 @@ def train(
             "optimizer": optimizer.state_dict(),
         }
         told.own = {
-            "residuals": [model.reducer.take_residuals(list(range(len(list(model.parameters()))))) for model in models],
+            "residuals": [
+                model.reducer.compression.take_residuals(list(range(len(list(model.parameters()))))) for model in models
+            ],
             "left": [None if one.grad is None else one.grad.clone() for one in parameters],
         }
     return told

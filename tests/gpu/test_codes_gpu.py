@@ -61,7 +61,7 @@ def remembered(place: str, compression: str) -> dict[str, Any]:
     return {
         "gradients": gradients,
         "residuals": {name: entry.get("residual") for name, entry in state.items()},
-        "finite": model.reducer.finite(),
+        "finite": model.reducer.overflow.finite(),
         "in_core": all(model.ringdp_features[GradientCompression].attached("test").in_core(i) for i in range(2)),
     }
 

@@ -87,8 +87,8 @@ def force(model: RingDP, level: str) -> None:
     assert auto is not None
 
     def before_forward() -> None:
-        auto._begin_again(model.reducer.layout())
-        auto._apply(tuple(level if row["free"] else "exact" for row in model.reducer.bucket_rows()))
+        auto._begin_again(model.reducer.plan.layout())
+        auto._apply(tuple(level if row["free"] else "exact" for row in model.reducer.report.bucket_rows()))
 
     auto.before_forward = before_forward  # type: ignore[method-assign]
 

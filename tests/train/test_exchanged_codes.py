@@ -43,7 +43,7 @@ def steps(exchange: bool, compression: str) -> dict[str, Any]:
                 loss = loss * float("inf")
             loss.backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-            finite.append(model.reducer.finite())
+            finite.append(model.reducer.overflow.finite())
         own = model.compression_state_dict()["ranks"][str(rank)]
         mean = model.compression_state_dict(consolidated=True)["parameters"]
         model.load_compression_state_dict(model.compression_state_dict())
@@ -56,7 +56,7 @@ def steps(exchange: bool, compression: str) -> dict[str, Any]:
         "own": {name: entry.get("residual") for name, entry in own.items()},
         "again": {name: entry.get("residual") for name, entry in again.items()},
         "mean": {name: entry.get("residual") for name, entry in mean.items()},
-        "culprit": model.reducer.own_non_finite(),
+        "culprit": model.reducer.overflow.own_non_finite(),
         "in_core": in_core,
         "rows": rows is not None,
     }

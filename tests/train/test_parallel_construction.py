@@ -139,7 +139,7 @@ def test_positional_call() -> None:
         if not name.startswith("_") and name not in own:
             assert getattr(ours, name) == value, name
     assert ours.process_group is group
-    assert ours.reducer.bucket_bytes() == [48]
+    assert ours.reducer.plan.bucket_bytes() == [48]
     if "bucket_cap_mb_list" not in TABLE:
         return
     listed = RingDP(nn.Linear(3, 3), bucket_cap_mb=[1, 2])
@@ -225,7 +225,10 @@ def test_copies() -> None:
         for one, again in zip(expected, step(other), strict=True):
             torch.testing.assert_close(one, again, rtol=0, atol=0)
         assert other._find_unused is False
-        assert other.reducer.bucket_bytes() == RingDP(models.build("mlp"), bucket_cap_mb=0.001).reducer.bucket_bytes()
+        assert (
+            other.reducer.plan.bucket_bytes()
+            == RingDP(models.build("mlp"), bucket_cap_mb=0.001).reducer.plan.bucket_bytes()
+        )
     group = dist.new_group([0, 1])
     with pytest.raises(RuntimeError, match="only supported when using DDP with the default process"):
         pickle.dumps(RingDP(models.build("mlp"), process_group=group))
@@ -270,31 +273,31 @@ def test_layout() -> None:
 
     model = RingDP(Swapped())
     size = 4 * 300 * 300
-    assert model.reducer.layout() == [[3, 2, 1, 0]]
-    assert model.reducer.bucket_bytes() == [2 * (size + 1200)]
+    assert model.reducer.plan.layout() == [[3, 2, 1, 0]]
+    assert model.reducer.plan.bucket_bytes() == [2 * (size + 1200)]
     small = RingDP(Swapped(), bucket_cap_mb=0.2)
-    assert small.reducer.bucket_bytes() == [size + 1200, size + 1200]
+    assert small.reducer.plan.bucket_bytes() == [size + 1200, size + 1200]
     listed = RingDP(Swapped(), bucket_cap_mb=[0.001, 10])
-    assert listed.reducer.bucket_bytes() == [1200, 2 * size + 1200]
+    assert listed.reducer.plan.bucket_bytes() == [1200, 2 * size + 1200]
     alone = RingDP(Swapped(), bucket_cap_mb=[10])
-    assert len(alone.reducer.bucket_bytes()) == 1
+    assert len(alone.reducer.plan.bucket_bytes()) == 1
     mebi = nn.ParameterList(nn.Parameter(torch.zeros(1 << 18)) for _ in range(12))  # 1 MiB each
     growing = RingDP(mebi, bucket_cap_mb=3)
-    assert growing.reducer.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 3, 3, 3)]
+    assert growing.reducer.plan.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 3, 3, 3)]
     by_itself = RingDP(mebi)
     sizes_mib = (1, 2, 4, 4, 1) if dist.get_backend() == "ring" else (1, 2, 4, 5)
-    assert by_itself.reducer.bucket_bytes() == [size_mib << 20 for size_mib in sizes_mib]
+    assert by_itself.reducer.plan.bucket_bytes() == [size_mib << 20 for size_mib in sizes_mib]
     compressed = RingDP(mebi, compression="int8")
-    assert compressed.reducer.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 4, 5)]
+    assert compressed.reducer.plan.bucket_bytes() == [size_mib << 20 for size_mib in (1, 2, 4, 5)]
     assert not small._has_rebuilt_buckets
     for expected in ([[3, 2], [1, 0]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]):
-        assert [sorted(b) for b in small.reducer.layout()] == [
+        assert [sorted(b) for b in small.reducer.plan.layout()] == [
             sorted(b) for b in expected
         ] or small._has_rebuilt_buckets
         small.zero_grad()
         small(torch.ones(2, 300)).sum().backward()
     assert small._has_rebuilt_buckets
-    assert [sorted(bucket) for bucket in small.reducer.layout()] == [[0, 1], [2, 3]]
+    assert [sorted(bucket) for bucket in small.reducer.plan.layout()] == [[0, 1], [2, 3]]
     data = small._get_ddp_logging_data()
     assert data["bucket_sizes"] == f"{size + 1200}, {size + 1200}"
     assert data["has_rebuilt_buckets"] == 1
@@ -309,19 +312,19 @@ def test_names_and_kinds_of_buckets() -> None:
         nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float64), nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
     )
     reducer = RingDP(mixed).reducer
-    assert reducer.layout() == [[4], [3, 2], [6, 5, 1, 0]]
-    assert reducer.bucket_names()[0] == "bucket 0: 2.weight"
-    assert reducer.bucket_bytes()[1] == 8 * 12
+    assert reducer.plan.layout() == [[4], [3, 2], [6, 5, 1, 0]]
+    assert reducer.plan.bucket_names()[0] == "bucket 0: 2.weight"
+    assert reducer.plan.bucket_bytes()[1] == 8 * 12
 
     wide = nn.Module()
     for number in range(300):
         wide.register_parameter(f"parameter_with_a_long_name_{number}", nn.Parameter(torch.zeros(2)))
-    (one,) = RingDP(wide).reducer.bucket_names()
+    (one,) = RingDP(wide).reducer.plan.bucket_names()
     assert len(one) < 300
     assert one.startswith("bucket 0: parameter_with_a_long_name_299, ")
     assert " more [" in one
     wide.register_parameter("another", nn.Parameter(torch.zeros(2)))
-    (other,) = RingDP(wide).reducer.bucket_names()
+    (other,) = RingDP(wide).reducer.plan.bucket_names()
     assert one[-10:] != other[-10:]
 
 
@@ -351,7 +354,7 @@ def test_statistics() -> None:
     stats = model.stats()
     assert stats.steps == 3
     assert stats.bytes == 4 * sum(p.numel() for p in model.parameters())
-    assert stats.buckets == len(model.reducer.layout())
+    assert stats.buckets == len(model.reducer.plan.layout())
     assert 0 < stats.backward_s <= stats.total_backward_s
     assert 0 < stats.exposed_wait_s <= stats.total_exposed_wait_s
 

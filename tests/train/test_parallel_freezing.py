@@ -57,7 +57,7 @@ def same(ours: RingDP, alone: nn.Module) -> None:
 
 def named(model: RingDP) -> set[str]:
     """Those in some bucket."""
-    listed = (name.split(": ", 1)[1].split(", ") for name in model.reducer.bucket_names())
+    listed = (name.split(": ", 1)[1].split(", ") for name in model.reducer.plan.bucket_names())
     return {name for names in listed for name in names}
 
 
@@ -160,7 +160,7 @@ def test_everything_frozen() -> None:
                 x = torch.ones(2, 12, requires_grad=True)
                 ours(x).sum().backward()  # nothing to average on the way to the input
                 assert x.grad is not None
-            assert ours.reducer.layout() == []
+            assert ours.reducer.plan.layout() == []
             assert ours.stats().steps == steps_before
             copy.deepcopy(ours)
         else:

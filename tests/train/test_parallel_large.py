@@ -73,7 +73,7 @@ def steps(hook: bool, only_large: bool) -> list[list[int]]:
             values = [grad.clone() for grad in kept]
     for grad, value in zip(kept, values, strict=True):
         torch.testing.assert_close(grad, value, rtol=0, atol=0)
-    layout: list[list[int]] = ours.reducer.layout()
+    layout: list[list[int]] = ours.reducer.plan.layout()
     return layout
 
 

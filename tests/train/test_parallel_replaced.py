@@ -158,7 +158,7 @@ def like_one_process(changes: list[Change], arguments: dict[str, Any]) -> None:
         train(alone, joined_batch, steps)
         for (one, ours), theirs in zip(wrapper.module.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=f"{one} after {change}, {arguments}")
-        named = {one for bucket in wrapper.reducer.bucket_names() for one in bucket.split(": ", 1)[1].split(", ")}
+        named = {one for bucket in wrapper.reducer.plan.bucket_names() for one in bucket.split(": ", 1)[1].split(", ")}
         assert named == {one for one, it in wrapper.module.named_parameters() if it.requires_grad}
 
 
@@ -222,7 +222,7 @@ def test_in_functional_call() -> None:
             x, y = batch(step)
             doubled = {name: 2 * it for name, it in model.named_parameters()}
             nn.functional.cross_entropy(torch.func.functional_call(model, doubled, (x,)), y).backward()
-            layouts.append(ours.reducer.rebuilt())
+            layouts.append(ours.reducer.plan.rebuilt())
     for one, other in zip(ours.module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
     assert layouts[1], "the buckets were laid out anew"
@@ -238,7 +238,7 @@ def test_structure_only() -> None:
         ours.module[3].register_buffer("unused", torch.zeros(()), persistent=False)
     ours.broadcast_buffers = ours.forward_sync_buffers = False
     train(ours, own_batch, range(2, 4))
-    assert ours.reducer.rebuilt()
+    assert ours.reducer.plan.rebuilt()
 
 
 @on_ranks(backend=backends())

@@ -75,7 +75,7 @@ def check(
 
 def residuals(ours: RingDP) -> dict[str, Tensor]:
     names = names_of(ours)
-    return {names[index]: values for index, values in ours.reducer.residuals().items()}
+    return {names[index]: values for index, values in ours.reducer.compression.residuals().items()}
 
 
 def everywhere_the_same(tensors: dict[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ def native(codec: str, feedback: bool) -> None:
     for number in range(5):
         given = [noise(SHAPES, r, number) for r in range(world)]
         got = step(ours, given[rank])
-        assert ours.reducer.finite() is True
+        assert ours.reducer.overflow.finite() is True
         check(got, formula, given)
         expected = torch.stack([one["exact"] for one in given]).double().mean(0)
         torch.testing.assert_close(present(got["exact"]).double(), expected, rtol=1e-5, atol=1e-6)
@@ -104,7 +104,7 @@ def native(codec: str, feedback: bool) -> None:
         assert set(kept) == (set(SHAPES) - EXACT if feedback else set())
         for name, values in kept.items():
             assert torch.equal(values, formula.residuals[rank][name]), (number, name)
-    assert ours.reducer.rebuilt()
+    assert ours.reducer.plan.rebuilt()
 
 
 CODECS = [("int8", False), ("int8", True), ("int4", True), ("int6", False)]
@@ -155,12 +155,12 @@ def test_reduce_dtype_rounds_once() -> None:
     low = dict.fromkeys(shapes, torch.bfloat16)
     for own in (True, False):
         ours = RingDP(Given(shapes, low), gradient_as_bucket_view=not own)
-        caps = ours._caps_bytes
-        ours.reducer = _C.Reducer(
-            list(ours.module.parameters()), list(shapes), ["", ""], [False, False], ours.process_group,
-            caps_bytes=caps, find_unused=None, average=True, own_gradients=own, skip_unused=False,
-            names_compared=True, graph_shows_unused=True, reduce_dtype=torch.float32,
-        )  # fmt: skip
+        options = _C.ReducerOptions()
+        options.caps_bytes, options.average, options.own_gradients = ours._caps_bytes, True, own
+        options.names_compared, options.reduce_dtype = True, torch.float32
+        parameters = zip(shapes, ours.module.parameters(), strict=True)
+        described = [_C.ModuleParameter(parameter, name, "") for name, parameter in parameters]
+        ours.reducer = _C.Reducer(described, ours.process_group, options)
         for number in range(3):
             given = [{n: g.bfloat16() for n, g in noise(shapes, r, number).items()} for r in range(world)]
             got = step(ours, given[rank])
@@ -211,17 +211,17 @@ def test_one_overflow_is_seen_by_all_and_leaves_no_trace(
         if bad:
             given[rank_of_it][where].view(-1)[-1] = value
         got = step(ours, given[rank])
-        assert ours.reducer.finite() is not bad
+        assert ours.reducer.overflow.finite() is not bad
         names = names_of(ours)
         if bad:
-            assert [names[i] for i in ours.reducer.non_finite()] == [where]
-            own = ours.reducer.own_non_finite()
+            assert [names[i] for i in ours.reducer.overflow.non_finite()] == [where]
+            own = ours.reducer.overflow.own_non_finite()
             assert (names[own] if own >= 0 else None) == (where if rank == rank_of_it else None)
             after = residuals(ours)
             assert all(torch.equal(after[name], values) for name, values in before.items())
             assert all(not values.any() for name, values in after.items() if name not in before)
             continue
-        assert ours.reducer.own_non_finite() == -1
+        assert ours.reducer.overflow.own_non_finite() == -1
         check(got, formula, given, exact)
 
 
@@ -239,7 +239,7 @@ def test_residuals_have_no_loss_scale(how: str) -> None:
         if how == "noted":
             loss.register_hook(lambda gradient, scale=scale: _C.note_loss_scale(scale))
         else:
-            ours.reducer.set_loss_scale(scale)
+            ours.reducer.compression.set_loss_scale(scale)
         loss.backward()
         check(gradients(ours), formula, given, factor=scale)
 
@@ -247,20 +247,20 @@ def test_residuals_have_no_loss_scale(how: str) -> None:
 @on_ranks()
 def test_exact_gradients_are_watched_where_it_is_asked_for() -> None:
     ours = RingDP(Given(SHAPES))
-    assert ours.reducer.finite() is None
+    assert ours.reducer.overflow.finite() is None
     given = noise(SHAPES, dist.get_rank(), 0)
     step(ours, given)
-    assert ours.reducer.finite() is None
-    ours.reducer.watch_finite(True)
+    assert ours.reducer.overflow.finite() is None
+    ours.reducer.overflow.watch(True)
     step(ours, given)
-    assert ours.reducer.finite() is True
+    assert ours.reducer.overflow.finite() is True
     if dist.get_rank() == 1:
         given["odd"][3] = math.nan
     step(ours, given)
-    assert ours.reducer.finite() is False
-    ours.reducer.watch_finite(False)
+    assert ours.reducer.overflow.finite() is False
+    ours.reducer.overflow.watch(False)
     step(ours, given)
-    assert ours.reducer.finite() is None
+    assert ours.reducer.overflow.finite() is None
 
 
 # What a step can do.
@@ -386,9 +386,9 @@ def test_large_gradients_and_memory_formats() -> None:
         assert torch.equal(present(got["image"]), mean)
         kept = formula.residuals[rank]["image"].view(8, 5, 5, 6).permute(0, 3, 1, 2)
         assert torch.equal(residuals(ours)["image"], kept.flatten())
-    saved = ours.reducer.residuals()
-    ours.reducer.set_residuals(saved)
-    assert all(torch.equal(values, saved[index]) for index, values in ours.reducer.residuals().items())
+    saved = ours.reducer.compression.residuals()
+    ours.reducer.compression.set_residuals(saved)
+    assert all(torch.equal(values, saved[index]) for index, values in ours.reducer.compression.residuals().items())
 
 
 @on_ranks()
@@ -443,7 +443,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(InvalidStateError, match="communication hook and compression"):
         ours.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(InvalidArgumentError, match="of 3 elements for parameter large, which has 2870"):
-        ours.reducer.set_residuals({0: torch.zeros(3)})
+        ours.reducer.compression.set_residuals({0: torch.zeros(3)})
     hooked = RingDP(Given(SHAPES))
     hooked.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(InvalidStateError, match="communication hook and compression"):
@@ -502,7 +502,7 @@ def test_a_hook_reduces_its_own_buckets(finite: bool | None) -> None:
             result = present(got[name])
             expected = (given[0][name].float() + given[1][name].float()) / 2
             assert torch.equal(result, expected.to(result.dtype)), name
-        assert ours.reducer.finite() is (number != 1 and finite is not False)
+        assert ours.reducer.overflow.finite() is (number != 1 and finite is not False)
     assert state.commits == [finite is not False, False, finite is not False]
     assert {numel for bucket in state.buckets for numel in bucket} == {
         math.prod(shape) for name, shape in SHAPES.items() if name not in EXACT
@@ -517,7 +517,7 @@ def test_what_each_bucket_cost() -> None:
     ours = wrap(Given(SHAPES), _C.CodecReduction("int8", True))
     for number in range(2):
         step(ours, noise(SHAPES, dist.get_rank(), number))
-    rows = ours.reducer.bucket_rows()
+    rows = ours.reducer.report.bucket_rows()
     coded = [row for row in rows if row["reduction"] == 0]
     numels = [math.prod(shape) for name, shape in SHAPES.items() if name not in EXACT]
     assert sum(row["numel"] for row in coded) == sum(numels)

@@ -38,11 +38,13 @@ class Wrapper:
         self.steps = 0
         next(model.parameters()).register_post_accumulate_grad_hook(lambda _: self._reduced())
         self.reducer = SimpleNamespace(
-            stats=lambda: {"steps": self.steps},
-            finite=lambda: self.finite,
-            watch_finite=lambda watch: None,
-            own_non_finite=lambda: 0,
-            non_finite=lambda: [0],
+            report=SimpleNamespace(steps=lambda: self.steps),
+            overflow=SimpleNamespace(
+                finite=lambda: self.finite,
+                watch=lambda watching: None,
+                own_non_finite=lambda: 0,
+                non_finite=lambda: [0],
+            ),
         )
         self.process_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
         self._join_config = SimpleNamespace(enable=True)  # nobody to ask
@@ -367,7 +369,7 @@ def test_a_skipped_step_is_told_once_per_change(caplog: pytest.LogCaptureFixture
             "step skipped: the gradient of '0.weight' is not finite; 1 of the last 3 steps were skipped; "
             "the loss scale is now 32"
         ]
-        wrapper.reducer.own_non_finite = lambda: 3
+        wrapper.reducer.overflow.own_non_finite = lambda: 3
         steps(scaler, net, wrapper, [True])
         assert "'2.bias'" in caplog.messages[-1]
         assert "4 of the last 7 steps" in caplog.messages[-1]

@@ -52,7 +52,7 @@ class Model:
     clock_ns = 0  # of the rank that is in a forward
 
     def __init__(self, group: Group) -> None:
-        self.process_group, self.reducer = group, self
+        self.process_group, self.reducer, self.report = group, self, self
         self._before_forward: list[Callable[[], None]] = []
         self.now_ns = 1
         self._times = {"finished_ns": 0, "computed_ns": 0}

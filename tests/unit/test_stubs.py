@@ -69,7 +69,8 @@ def of_stub(body: list[ast.stmt], inside: str = "") -> Iterator[tuple[str, str]]
             yield from of_stub(node.body, f"{inside}{node.name}.")
         elif isinstance(node, ast.FunctionDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            yield inside + node.name, ", ".join(decorators) or words_of(node.args)
+            written = ["attribute" if one.endswith(".setter") else one for one in decorators]  # after its @property
+            yield inside + node.name, ", ".join(written) or words_of(node.args)
         elif isinstance(node, ast.AnnAssign):
             yield inside + ast.unparse(node.target), "attribute"
 

@@ -79,12 +79,12 @@ class HandleStore final : public Store {
 
 Reconfiguration::Reconfiguration(RendezvousOptions options) : options_(std::move(options)) {
   options_.epoch = 0;  // ranks of different launchers may form a group
-  options_.full_mesh_ranks = std::numeric_limits<int>::max();
-  options_.heals = false;
+  options_.links.full_mesh_ranks = std::numeric_limits<int>::max();
+  options_.links.heals = false;
   options_.hello.clear();
   random_bytes(incarnation_);
   random_bytes(token_);
-  options_.listeners = [this] {
+  options_.addresses.listeners = [this] {
     std::vector<TcpListener> out;
     for (const TcpListener& it : listeners_) out.push_back(it.share());
     return out;
@@ -96,11 +96,11 @@ const std::string& Reconfiguration::handle() {
   std::vector<std::string> ips{"127.0.0.1"};
   const auto all = interfaces();
   const bool alone = std::all_of(all.begin(), all.end(), [](const Interface& it) { return it.is_loopback; });
-  if (!alone || !options_.interface.empty())
-    for (const Interface& it : select_interfaces(all, options_.interface)) ips.push_back(it.ip);
+  if (!alone || !options_.addresses.interface.empty())
+    for (const Interface& it : select_interfaces(all, options_.addresses.interface)) ips.push_back(it.ip);
   std::sort(ips.begin(), ips.end());
   ips.erase(std::unique(ips.begin(), ips.end()), ips.end());
-  listeners_ = open_listeners(ips, options_.port_low, options_.port_high, kBacklog);
+  listeners_ = open_listeners(ips, options_.addresses.port_low, options_.addresses.port_high, kBacklog);
   Record record = own_record(options_);
   RendezvousOptions settings = options_;
   settings.job.emplace();
@@ -108,7 +108,7 @@ const std::string& Reconfiguration::handle() {
   make_job(settings, shared);
   for (const char* key : {"version", "checksums", "streams", "tables", "tables_source"}) record[key] = shared[key];
   record["incarnation"] = hex_encode(incarnation_);
-  record["addresses"] = join(addresses_to_publish(listeners_, options_.advertise), ",");
+  record["addresses"] = join(addresses_to_publish(listeners_, options_.addresses.advertise), ",");
   if (options_.secret.empty()) {
     record["token"] = hex_encode(token_);
   } else {
@@ -173,8 +173,8 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
   options.rank = outcome.rank;
   options.world = outcome.world;
   options.secret.assign(attempt_secret.begin(), attempt_secret.end());
-  options.timeout_ms = timeout_ms;
-  options.check_interrupt = check_interrupt;
+  options.waiting.timeout_ms = timeout_ms;
+  options.waiting.check_interrupt = check_interrupt;
   options.job.emplace();
   const Digest number = sha256(options.secret);
   std::copy_n(number.begin(), options.job->size(), options.job->begin());

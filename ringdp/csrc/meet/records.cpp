@@ -109,15 +109,15 @@ Record own_record(const RendezvousOptions& options) {
   for (const Interface& it : interfaces())
     if (!it.is_loopback) ips.push_back(it.ip);
   const ProcessId process = ProcessId::own();
-  return {{"host", options.host_name.empty() ? host_name() : options.host_name},
+  return {{"host", options.host.name.empty() ? host_name() : options.host.name},
           {"pid", std::to_string(process.pid)},
           {"started", std::to_string(process.started)},
           {"space", process.space},
           {"network", network_identity()},
-          {"identity", host_identity(options.host_id)},
-          {"site", options.site},
+          {"identity", host_identity(options.host.id)},
+          {"site", options.host.site},
           {"ips", join(ips, ",")},
-          {"transport", std::string(transport_setting(options.transport))},
+          {"transport", std::string(transport_setting(options.links.transport))},
           {"hello", options.hello}};
 }
 
@@ -242,11 +242,15 @@ Job make_job(const RendezvousOptions& options, Record& record) {
     random_bytes(job.id);
   }
   job.secret = options.secret;
-  record = {{"version", std::to_string(kProtocolVersion)}, {"world", std::to_string(options.world)},
-            {"epoch", std::to_string(options.epoch)},      {"job", hex_encode(job.id)},
-            {"checksums", options.checksums ? "1" : "0"},  {"full_mesh_ranks", std::to_string(options.full_mesh_ranks)},
-            {"streams", streams_text(options.streams)},    {"tables", options.tables},
-            {"tables_source", options.tables_source}};
+  record = {{"version", std::to_string(kProtocolVersion)},
+            {"world", std::to_string(options.world)},
+            {"epoch", std::to_string(options.epoch)},
+            {"job", hex_encode(job.id)},
+            {"checksums", options.links.checksums ? "1" : "0"},
+            {"full_mesh_ranks", std::to_string(options.links.full_mesh_ranks)},
+            {"streams", streams_text(options.links.streams)},
+            {"tables", options.tables.text},
+            {"tables_source", options.tables.source}};
   if (job.secret.empty()) {
     job.secret.resize(32);
     random_bytes(job.secret);
@@ -266,15 +270,15 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   same("version", "the protocol version", kProtocolVersion);
   same("world", "the world size", options.world);
   same("epoch", "the restart count", options.epoch);
-  same("checksums", "RINGDP_CHECKSUM", options.checksums ? 1 : 0);
-  same("full_mesh_ranks", "RINGDP_FULL_MESH_RANKS", options.full_mesh_ranks);
-  if (problem.empty() && field(record, "streams") != streams_text(options.streams))
-    problem = "RINGDP_STREAMS differs: " + field(record, "streams") + " at rank 0, " + streams_text(options.streams) +
-              " at " + self;
-  if (problem.empty() && field(record, "tables") != options.tables) {
-    auto [theirs, mine] = different_items(field(record, "tables"), options.tables);
+  same("checksums", "RINGDP_CHECKSUM", options.links.checksums ? 1 : 0);
+  same("full_mesh_ranks", "RINGDP_FULL_MESH_RANKS", options.links.full_mesh_ranks);
+  if (problem.empty() && field(record, "streams") != streams_text(options.links.streams))
+    problem = "RINGDP_STREAMS differs: " + field(record, "streams") + " at rank 0, " +
+              streams_text(options.links.streams) + " at " + self;
+  if (problem.empty() && field(record, "tables") != options.tables.text) {
+    auto [theirs, mine] = different_items(field(record, "tables"), options.tables.text);
     problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +
-              mine + " at " + self + " (" + options.tables_source + "); give all ranks the same RINGDP_TUNING";
+              mine + " at " + self + " (" + options.tables.source + "); give all ranks the same RINGDP_TUNING";
   }
   Job job;
   auto id = hex_decode(field(record, "job"));

@@ -80,7 +80,7 @@ class RendezvousRun {
   void listen_if_known();
   std::vector<std::string> addresses_to_listen_on(bool alone) const;
   // Whether this rank and that one connect before `run` returns.
-  bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.full_mesh_ranks); }
+  bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.links.full_mesh_ranks); }
   bool connected(int peer) const { return connector_ && connector_->connected(peer); }
   bool look_at_ended();  // of connections that have ended; true: one has
   void check_processes();
@@ -131,7 +131,7 @@ Mesh RendezvousRun::run() {
 }
 
 Error RendezvousRun::agree_on_error(const Error& error, bool stopped) {
-  if (!options_.listeners) return failure_.agree(error, stopped);
+  if (!options_.addresses.listeners) return failure_.agree(error, stopped);
   const GivenUp why = failure_.given_up(error);
   if (transports_.begun()) {
     transports_.sharing().notify(why);
@@ -144,12 +144,12 @@ Error RendezvousRun::agree_on_error(const Error& error, bool stopped) {
 void RendezvousRun::connect() {
   auto next_look = Clock::now();
   // A peer may have connected before its record was read. Its addresses are needed if the two connect later.
-  const bool later = world_ > options_.full_mesh_ranks;
+  const bool later = world_ > options_.links.full_mesh_ranks;
   // Replacing a broken connection needs its addresses.
   std::optional<Clock::time_point> connected_at;
   auto places_come = [&] {
     if (!connected_at) connected_at = Clock::now();
-    return options_.heals && !ranks_.all_placed() && Clock::now() - *connected_at < kPlacesWait;
+    return options_.links.heals && !ranks_.all_placed() && Clock::now() - *connected_at < kPlacesWait;
   };
   while (!connector_ || !connector_->complete() || !ranks_.all_present() || (later && !ranks_.all_placed()) ||
          places_come()) {
@@ -166,7 +166,7 @@ void RendezvousRun::connect() {
       connector_->step(wait_ms);
     else
       poll(nullptr, 0, wait_ms);
-    if (options_.check_interrupt) options_.check_interrupt();
+    if (options_.waiting.check_interrupt) options_.waiting.check_interrupt();
     if (look_at_ended()) next_look = Clock::now();  // the store may have the reason
     check_connections();
     check_processes();
@@ -188,7 +188,7 @@ Mesh RendezvousRun::mesh() {
     met.hello = ranks_[peer].hello;
     if (peer == rank_) continue;
     met.transport = &sharing.transport(peer);
-    met.checksums = options_.checksums && met.transport->checksums;
+    met.checksums = options_.links.checksums && met.transport->checksums;
     if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
     met.channel = sharing.take(peer);
     connector_->fix(peer);
@@ -197,7 +197,7 @@ Mesh RendezvousRun::mesh() {
   const bool streams = std::any_of(mesh.peers.begin(), mesh.peers.end(),
                                    [](const MeshPeer& it) { return it.channel && it.channel->direct() == nullptr; });
   connector_->note_met(mesh.round_trip_us);
-  if (world_ > options_.full_mesh_ranks || (options_.heals && streams)) mesh.late = leave_the_rest();
+  if (world_ > options_.links.full_mesh_ranks || (options_.links.heals && streams)) mesh.late = leave_the_rest();
   return mesh;
 }
 
@@ -207,9 +207,9 @@ std::unique_ptr<ConnectionThread> RendezvousRun::leave_the_rest() {
                                .sharing = std::move(transports_.sharing()),
                                .peers = {},
                                .elsewhere = {},
-                               .congestion = options_.congestion,
-                               .all_connected = world_ <= options_.full_mesh_ranks,
-                               .checksums = options_.checksums};
+                               .congestion = options_.links.congestion,
+                               .all_connected = world_ <= options_.links.full_mesh_ranks,
+                               .checksums = options_.links.checksums};
   for (const PeerRecord& it : ranks_.all()) {
     rest.peers.push_back(it.info);
     rest.elsewhere.push_back(it.network != ranks_.self().network);
@@ -261,7 +261,7 @@ void RendezvousRun::set_route(int rank) {
   const PeerRecord &self = ranks_.self(), &peer = ranks_[rank];
   const bool same_network = peer.network == self.network;
   // The process of this host lives, but the group that it had, with its listeners, may be destroyed.
-  const bool same_processes = peer.process.space == self.process.space && !options_.listeners;
+  const bool same_processes = peer.process.space == self.process.space && !options_.addresses.listeners;
   const Transport* first = transport_between(self, peer).first;
   connector_->set_route(rank, candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs), !same_processes,
                         first == nullptr || first->open == nullptr);
@@ -272,9 +272,9 @@ void RendezvousRun::set_route(int rank) {
 void RendezvousRun::listen_if_known() {
   if (!job_ || connector_) return;
   const PeerRecord& self = ranks_.self();
-  bool away = options_.several_hosts && !self.ips.empty();
+  bool away = options_.addresses.several_hosts && !self.ips.empty();
   for (const PeerRecord& it : ranks_.all()) {
-    bool chosen = !options_.interface.empty() && it.identity != self.identity;
+    bool chosen = !options_.addresses.interface.empty() && it.identity != self.identity;
     away = away || (it.present && (it.network != self.network || chosen));
   }
   if (!ranks_.all_present() && !away) return;
@@ -283,13 +283,14 @@ void RendezvousRun::listen_if_known() {
   mine.epoch = options_.epoch;
   mine.to = static_cast<uint32_t>(rank_);
   mine.world = static_cast<uint32_t>(world_);
-  auto listeners = options_.listeners ? options_.listeners()
-                                      : open_listeners(addresses_to_listen_on(!away), options_.port_low,
-                                                       options_.port_high, std::max(kBacklog, world_));
-  const auto published = addresses_to_publish(listeners, away ? options_.advertise : "");
+  auto listeners = options_.addresses.listeners
+                       ? options_.addresses.listeners()
+                       : open_listeners(addresses_to_listen_on(!away), options_.addresses.port_low,
+                                        options_.addresses.port_high, std::max(kBacklog, world_));
+  const auto published = addresses_to_publish(listeners, away ? options_.addresses.advertise : "");
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted, options_.streams, options_.congestion);
+  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion);
   connector_->listener().listen_on(std::move(listeners));
   ranks_.publish_addresses(published);
 }
@@ -311,7 +312,7 @@ std::vector<std::string> RendezvousRun::addresses_to_listen_on(bool alone) const
     for (const std::string& ip : it.ips) families.insert(family(ip));
   }
   std::vector<std::string> wanted, useful;
-  for (const Interface& it : select_interfaces(interfaces_, options_.interface)) {
+  for (const Interface& it : select_interfaces(interfaces_, options_.addresses.interface)) {
     wanted.push_back(it.ip);
     bool leads_somewhere = !elsewhere.contains(it.ip) && (families.empty() || families.contains(family(it.ip)));
     if (leads_somewhere) useful.push_back(it.ip);
@@ -405,7 +406,7 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
   if (options.rank < 0 || options.rank >= options.world)
     throw Error(ErrorKind::kValue,
                 "rank " + std::to_string(options.rank) + " of " + std::to_string(options.world) + " does not exist");
-  std::size_t ring = options.shm_ring_bytes;
+  std::size_t ring = options.links.shm_ring_bytes;
   if (ring != 0 && (!std::has_single_bit(ring) || ring < PairMemory::kMinRingBytes || ring > PairMemory::kMaxRingBytes))
     throw Error(ErrorKind::kValue, "shm_ring_bytes must be a power of two from " +
                                        std::to_string(PairMemory::kMinRingBytes) + " to " +
@@ -414,9 +415,9 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
     Mesh alone;
     alone.peers.resize(1);
     MeshPeer& self = alone.peers[0];
-    self.info = {0, options.host_name.empty() ? host_name() : options.host_name, getpid()};
-    self.host_identity = host_identity(options.host_id);
-    self.site = options.site;
+    self.info = {0, options.host.name.empty() ? host_name() : options.host.name, getpid()};
+    self.host_identity = host_identity(options.host.id);
+    self.site = options.host.site;
     self.hello = options.hello;
     return alone;
   }

@@ -38,39 +38,62 @@ std::vector<int> overlay_neighbours(int place, int size);
 // Symmetric in `a` and `b`. In jobs of more than `full_mesh_ranks` ranks: overlay neighbours, and those of ReadyTree.
 bool connected_from_start(int a, int b, int world, int full_mesh_ranks);
 
+// Which host this is.
+struct HostNames {
+  std::string name;  // empty: the system's
+  std::string id;    // tells hosts apart that share a kernel
+  std::string site;  // of hosts far apart; all ranks have one, or none has
+};
+
+// Where the others reach this rank.
+struct Addresses {
+  std::string interface;  // which interfaces to publish, see select_interfaces; empty: all
+  std::string advertise;  // an address or name to publish before them; may have a port
+  uint16_t port_low = 0;  // 0..0: any port
+  uint16_t port_high = 0;
+  bool several_hosts = false;  // known beforehand: listen on more than loopback at once
+  // whose addresses the others have already; empty: opens and publishes them
+  std::function<std::vector<TcpListener>()> listeners = {};
+};
+
+// The connections to make.
+struct LinkSettings {
+  const Transport* transport = nullptr;  // null: auto, the best one that works
+  bool checksums = false;                // of the frames over transports that have them; the same on all ranks
+  int streams = kAutomaticStreams;       // connections of a pair over TCP, the same on all ranks; see ExtraStreams
+  std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
+  int full_mesh_ranks = kFullMeshRanks;  // in jobs of more, pairs connect when they first need it; the same on all
+  bool heals = true;                     // replaces broken connections: this rank keeps listening
+  std::size_t shm_ring_bytes = 0;        // shared with each rank of this host, each way; 0: see shared_ring_bytes
+};
+
+// How long to wait for the others.
+struct Waiting {
+  int64_t timeout_ms = 60'000;
+  // For ranks that have not published yet; `timeout_ms` then starts when all have. 0: `timeout_ms` is for both.
+  int64_t absent_ms = 0;
+  int64_t first_notice_ms = 10'000;       // when the log first names the missing ranks; then at doubling intervals
+  std::function<void()> check_interrupt;  // called at intervals during the rendezvous; may throw
+};
+
+// What the algorithm tables say, which must be the same on all ranks.
+struct TablesText {
+  std::string text;    // "name=value" items
+  std::string source;  // where they are from, for messages
+};
+
 struct RendezvousOptions {
   int rank = 0;
   int world = 1;
   uint32_t epoch = 0;             // restart count of the launcher
   std::vector<std::byte> secret;  // empty: rank 0 makes one and publishes it
-  std::string host_name;          // empty: the system's
-  std::string host_id;            // tells hosts apart that share a kernel
-  std::string site;               // the site of this host, for hosts far apart; all ranks have one, or none has
-  std::string interface;          // which interfaces to publish, see select_interfaces; empty: all
-  std::string advertise;          // an address or name to publish before them; may have a port
-  uint16_t port_low = 0;          // 0..0: any port
-  uint16_t port_high = 0;
-  bool several_hosts = false;            // known beforehand: listen on more than loopback at once
-  std::string hello;                     // a line for all others, see MeshPeer
-  std::string tables;                    // "name=value" items that must be the same on all ranks: the algorithm tables
-  std::string tables_source;             // where they are from, for messages
-  const Transport* transport = nullptr;  // null: auto, the best one that works
-  bool checksums = false;                // of the frames over transports that have them; the same on all ranks
-  int streams = kAutomaticStreams;       // connections of a pair over TCP, the same on all ranks; see ExtraStreams
-  std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
-  int full_mesh_ranks =
-      kFullMeshRanks;              // in jobs of more, pairs connect when they first need it; the same on all ranks
-  bool heals = true;               // replaces broken connections: this rank keeps listening
-  std::size_t shm_ring_bytes = 0;  // shared with each rank of this host, each way; 0: see shared_ring_bytes
-  int64_t timeout_ms = 60'000;
-  // How long to wait for ranks that have not published yet; `timeout_ms` then starts when all have. 0: `timeout_ms` is
-  // for both.
-  int64_t absent_ms = 0;
-  int64_t first_notice_ms = 10'000;       // when the log first names the missing ranks; then at doubling intervals
-  std::function<void()> check_interrupt;  // called at intervals during the rendezvous; may throw
-  std::optional<JobId> job;               // the same on all ranks; nullopt: rank 0 makes one and publishes it
-  // whose addresses the others have already; empty: opens and publishes them
-  std::function<std::vector<TcpListener>()> listeners = {};
+  std::string hello;              // a line for all others, see MeshPeer
+  HostNames host = {};
+  Addresses addresses = {};
+  LinkSettings links = {};
+  Waiting waiting = {};
+  TablesText tables = {};
+  std::optional<JobId> job;  // the same on all ranks; nullopt: rank 0 makes one and publishes it
 };
 
 struct MeshPeer {
@@ -135,10 +158,10 @@ class RendezvousWait {
   explicit RendezvousWait(const RendezvousOptions& options)
       : rank_(options.rank),
         world_(options.world),
-        timeout_ms_(options.timeout_ms),
-        counts_anew_(options.absent_ms > 0),
-        deadline_(Deadline::after_ms(counts_anew_ ? options.absent_ms : timeout_ms_)),
-        notice_every_(options.first_notice_ms),
+        timeout_ms_(options.waiting.timeout_ms),
+        counts_anew_(options.waiting.absent_ms > 0),
+        deadline_(Deadline::after_ms(counts_anew_ ? options.waiting.absent_ms : timeout_ms_)),
+        notice_every_(options.waiting.first_notice_ms),
         notice_at_(begin_ + notice_every_) {}
 
   const Deadline& deadline() const { return deadline_; }

@@ -60,11 +60,11 @@ SharedSetup::Plan TransportSetup::plan() const {
     if (it.process.space == self.process.space) plan.pids[peer] = it.process.pid;
     sharing += plan.shares(peer) ? 1 : 0;
   }
-  plan.ring_bytes = options_.shm_ring_bytes > 0 ? options_.shm_ring_bytes : shared_ring_bytes(sharing);
+  plan.ring_bytes = options_.links.shm_ring_bytes > 0 ? options_.links.shm_ring_bytes : shared_ring_bytes(sharing);
   std::size_t pairs = 0;
   for (int a = 0; a < world_; ++a)
     for (int b = 0; b < a; ++b)
-      pairs += here(a) && here(b) && connected_from_start(a, b, world_, options_.full_mesh_ranks) ? 1 : 0;
+      pairs += here(a) && here(b) && connected_from_start(a, b, world_, options_.links.full_mesh_ranks) ? 1 : 0;
   plan.bytes_on_host = pairs * (2 * plan.ring_bytes + PairMemory::kControlBytes);
   return plan;
 }
@@ -78,7 +78,7 @@ void TransportSetup::run(Connector& connector, const std::function<void()>& look
 void TransportSetup::begin(std::vector<Connector::Connected> connected) {
   SharedSetup::Plan plan = this->plan();
   std::vector<Fd> sockets(world_);
-  congestion_problem_ = ask_for_congestion(connected, options_.congestion);
+  congestion_problem_ = ask_for_congestion(connected, options_.links.congestion);
   std::vector<std::vector<Fd>> streams(world_);
   for (Connector::Connected& it : connected) {
     sockets[it.peer] = std::move(it.socket);
@@ -98,7 +98,7 @@ bool TransportSetup::step(Connector& connector) {
   const int wait_ms = sharing_->poll_for(also, wait_.deadline().remaining_ms(RendezvousWait::kPollMs));
   connector.step(sharing_->decided() && wait_.deadline().expired() ? RendezvousWait::kPollMs : wait_ms, also);
   std::vector<Connector::Connected> connected = connector.take();
-  ask_for_congestion(connected, options_.congestion);
+  ask_for_congestion(connected, options_.links.congestion);
   for (Connector::Connected& it : connected) {
     sharing_->reconnect(it.peer, std::move(it.socket), std::move(it.more));
     std::erase(cut_, it.peer);
@@ -126,7 +126,7 @@ void TransportSetup::wait_for_all(Connector& connector, const std::function<void
   while (!sharing_->complete()) {
     check();
     if (step(connector)) next_look = std::min(next_look, Clock::now());  // the store may have the reason
-    if (options_.check_interrupt) options_.check_interrupt();
+    if (options_.waiting.check_interrupt) options_.waiting.check_interrupt();
     if (sharing_->complete()) break;
     check_failures(next_look, begin);
     look();
@@ -206,10 +206,11 @@ void TransportSetup::log_transports() const {
   log(LogLevel::kInfo,
       self + " uses " + join(used, ", ") + (usual ? "" : " (RINGDP_TRANSPORT=" + std::string(named->name) + ")"));
   for (const auto& [count, ranks] : with_streams_)
-    log(LogLevel::kInfo, self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
-                             (options_.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
+    log(LogLevel::kInfo,
+        self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +
+            (options_.links.streams == kAutomaticStreams ? ", which is far away" : " (RINGDP_STREAMS)"));
   if (!congestion_problem_.empty())
-    log(options_.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
+    log(options_.links.congestion == kAutomaticCongestion ? LogLevel::kInfo : LogLevel::kWarning,
         self + " " + congestion_problem_);
   if (sharing_->turned_away() > 0)
     log(LogLevel::kWarning, "turned away " + std::to_string(sharing_->turned_away()) +

@@ -36,7 +36,7 @@ class TransportSetup {
   SharedSetup& sharing() { return *sharing_; }
 
  private:
-  bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.full_mesh_ranks); }
+  bool at_start(int peer) const { return connected_from_start(rank_, peer, world_, options_.links.full_mesh_ranks); }
   SharedSetup::Plan plan() const;
   void begin(std::vector<Connector::Connected> connected);
   void wait_for_all(Connector& connector, const std::function<void()>& look);

@@ -99,10 +99,10 @@ class AutoCompression:
         now, step = time.monotonic(), self._owner.steps
         if step == self._last_step + 1 and self._last_forward is not None:
             self._times.append(now - self._last_forward)
-            self._waits.append(self._owner.reducer.stats()["exposed_wait_s"])
+            self._waits.append(self._owner.reducer.report.stats()["exposed_wait_s"])
         fresh = step != self._last_step
         self._last_step = step
-        layout = self._owner.reducer.layout()
+        layout = self._owner.reducer.plan.layout()
         if layout != self._layout:
             self._begin_again(layout)
         elif fresh:
@@ -125,7 +125,7 @@ class AutoCompression:
 
     def _begin_again(self, layout: list[list[int]]) -> None:
         first, self._layout = not self._layout, layout
-        rows = self._owner.reducer.bucket_rows()
+        rows = self._owner.reducer.report.bucket_rows()
         self._watched = [frozenset(row["parameters"]) for row in rows]
         self._tuner = Tuner(tuple(self._levels), len(rows))
         self._applied = ()
@@ -168,7 +168,7 @@ class AutoCompression:
     def _agreed_step(self) -> Step:
         """The same result on all ranks: the wait of the rank that waits least, for which the others wait too."""
         reducer = self._owner.reducer
-        times, rows = reducer.times(), reducer.bucket_rows()
+        times, rows = reducer.report.times(), reducer.report.bucket_rows()
         computed = (times["computed_ns"] - times["launched_ns"]) * 1e-9
         mine = [statistics.median(self._times), statistics.median(self._waits), computed]
         gathered = gather_numbers([*mine, *(row["launched_s"] for row in rows)], self._owner.group)
@@ -215,8 +215,8 @@ class AutoCompression:
             residual = hook.memory.take_residual(self._names[index])
             if residual is not None:
                 residuals[index] = residual
-        reducer.give_residuals(residuals)
-        for index, residual in reducer.take_residuals(entering).items():
+        reducer.compression.give_residuals(residuals)
+        for index, residual in reducer.compression.take_residuals(entering).items():
             hook.memory.give_residual(self._names[index], residual, self._owner.group)
         self._in_hook = set(by_hook)
 

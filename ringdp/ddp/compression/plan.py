@@ -114,7 +114,7 @@ class ModelCompression:
     @property
     def steps(self) -> int:
         """Synchronised backwards so far, those before a checkpoint was loaded included."""
-        return self._steps_before + int(self.reducer.stats()["steps"])
+        return self._steps_before + int(self.reducer.report.steps())
 
     def resume(self, steps: int, exact_until: int) -> None:
         """Go on counting from a checkpoint."""
@@ -184,7 +184,7 @@ class ModelCompression:
     def set_loss_scale(self, scale: float) -> None:
         """Of the next backward, where its scaler does not say it itself."""
         self.scale_of_scaler = scale
-        self.reducer.set_loss_scale(scale)
+        self.reducer.compression.set_loss_scale(scale)
 
     def loss_scale(self) -> float:
         """The loss scale of the backward this is called in; 1 if its loss was not scaled."""
@@ -213,7 +213,7 @@ class ModelCompression:
     def residuals(self) -> dict[int, Tensor]:
         """By index, of all parameters with error feedback in the core: float32 [numel] on the CPU; zeros before the
         first step."""
-        known = self.reducer.residuals()
+        known = self.reducer.compression.residuals()
         return {
             index: known[index]
             if index in known

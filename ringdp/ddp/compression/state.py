@@ -102,7 +102,7 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
     # All of it fits.
     if compression.auto is not None:
         compression.auto.return_residuals()
-    compression.reducer.set_residuals(residuals)
+    compression.reducer.compression.set_residuals(residuals)
     if hook is not None and checkpoint is not None:
         hook.memory.take(checkpoint)
     compression.resume(loaded.steps, loaded.exact_until)

@@ -151,7 +151,7 @@ def _share(value: float | None) -> str:
 
 def collect(compression: ModelCompression) -> CompressionStats:
     """Of the last step, from the reducer and from the probe."""
-    buckets = compression.reducer.bucket_rows()
+    buckets = compression.reducer.report.bucket_rows()
     compressed = [row for row in buckets if row["reduction"] >= 0]
     return CompressionStats(
         steps=compression.steps,

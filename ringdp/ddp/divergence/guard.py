@@ -231,7 +231,7 @@ class DivergenceGuard:
             self.start_again()
         if size == 1:
             return
-        done = wrapper.reducer.steps() + self._local_steps
+        done = wrapper.reducer.report.steps() + self._local_steps
         if self._first is None:
             self._first = done
         steps = done - self._first
@@ -359,7 +359,7 @@ class AttachedGuard:
         same."""
         wrapper = self._wrapper()
         assert wrapper is not None
-        steps = wrapper.reducer.steps()
+        steps = wrapper.reducer.report.steps()
         if steps != self._steps:
             self._steps = steps
             self._number += 1

@@ -58,21 +58,21 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.rank = rank;
   options.world = size;
   options.epoch = config["epoch"].cast<uint32_t>();
-  options.host_name = config["host_name"].cast<std::string>();
-  options.host_id = config["host_id"].cast<std::string>();
-  options.site = config["site"].cast<std::string>();
-  options.streams = config["streams"].cast<int>();
-  options.congestion = config["congestion"].cast<std::string>();
-  options.interface = config["iface"].cast<std::string>();
-  options.advertise = config["advertise"].cast<std::string>();
-  options.transport = transport_named(config["transport"].cast<std::string>());
-  options.checksums = config["checksum"].cast<bool>();
-  options.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
-  options.heals = config["heal_ms"].cast<int64_t>() > 0;
-  options.several_hosts = config["several_hosts"].cast<bool>();
-  options.tables = tables_text(tables_of(config));
-  options.tables_source = config["table_source"].cast<std::string>();
-  options.timeout_ms = config["connect_timeout_ms"].cast<int64_t>();
+  options.host.name = config["host_name"].cast<std::string>();
+  options.host.id = config["host_id"].cast<std::string>();
+  options.host.site = config["site"].cast<std::string>();
+  options.links.streams = config["streams"].cast<int>();
+  options.links.congestion = config["congestion"].cast<std::string>();
+  options.addresses.interface = config["iface"].cast<std::string>();
+  options.addresses.advertise = config["advertise"].cast<std::string>();
+  options.links.transport = transport_named(config["transport"].cast<std::string>());
+  options.links.checksums = config["checksum"].cast<bool>();
+  options.links.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
+  options.links.heals = config["heal_ms"].cast<int64_t>() > 0;
+  options.addresses.several_hosts = config["several_hosts"].cast<bool>();
+  options.tables.text = tables_text(tables_of(config));
+  options.tables.source = config["table_source"].cast<std::string>();
+  options.waiting.timeout_ms = config["connect_timeout_ms"].cast<int64_t>();
   if (!config["secret"].is_none()) {
     auto text = config["secret"].cast<std::string>();
     auto bytes = std::as_bytes(std::span(text.data(), text.size()));
@@ -80,8 +80,8 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   }
   if (!config["port_range"].is_none()) {
     auto range = config["port_range"].cast<std::pair<uint16_t, uint16_t>>();
-    options.port_low = range.first;
-    options.port_high = range.second;
+    options.addresses.port_low = range.first;
+    options.addresses.port_high = range.second;
   }
   return options;
 }
@@ -135,7 +135,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                                        std::vector<int> global_ranks, const py::dict& config,
                                                        PendingMesh* pending, bool elastic) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
-  options.check_interrupt = check_python_signals;
+  options.waiting.check_interrupt = check_python_signals;
   const EngineOptions engine_options = engine_options_of(config);
   const AlgorithmTables tables = tables_of(config);
   py::gil_scoped_release no_gil;
@@ -143,7 +143,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   std::shared_ptr<Runtime> runtime = runtime_for(global_ranks, rank);
   bool owns = runtime == nullptr;
   if (owns) {
-    options.timeout_ms = std::min<int64_t>(options.timeout_ms, timeout.count());
+    options.waiting.timeout_ms = std::min<int64_t>(options.waiting.timeout_ms, timeout.count());
     if (pending != nullptr) {
       if (pending->rank() != rank || pending->world() != size)
         throw Error(ErrorKind::kValue, "this process group is not of the ranks that have met");
@@ -157,7 +157,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   std::to_string(engine_options.rate_bytes_per_s) +
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
-      log(LogLevel::kInfo, describe_all_reduce(runtime->tables_in_use(), runtime->hosts(), options.tables_source) +
+      log(LogLevel::kInfo, describe_all_reduce(runtime->tables_in_use(), runtime->hosts(), options.tables.source) +
                                describe_round_trip(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
@@ -165,7 +165,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   } else if (tables != runtime->tables()) {
     throw Error(ErrorKind::kValue,
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
-                    options.tables_source + "): leave RINGDP_TUNING and its file as they were");
+                    options.tables.source + "): leave RINGDP_TUNING and its file as they were");
   }
   if (elastic && owns) {
     auto agreement = std::make_unique<StoreAgreement>(
@@ -194,7 +194,7 @@ c10::intrusive_ptr<c10d::Backend> create_reconfigurable([[maybe_unused]] int ran
   settings.engine = engine_options_of(config);
   settings.tables = tables_of(config);
   settings.name = group_id;
-  settings.timeout_ms = std::min<int64_t>(settings.rendezvous.timeout_ms, timeout.count());
+  settings.timeout_ms = std::min<int64_t>(settings.rendezvous.waiting.timeout_ms, timeout.count());
   return c10::make_intrusive<ProcessGroupRing>(
       rank, size, timeout, std::move(settings),
       [is_default](const std::shared_ptr<Runtime>& runtime) { remember(runtime, is_default); });
@@ -207,10 +207,10 @@ std::unique_ptr<PendingMesh> make_pending_mesh(const c10::intrusive_ptr<c10d::St
                                                const std::string& hello, std::chrono::milliseconds timeout,
                                                double first_notice_s, const py::dict& config) {
   RendezvousOptions options = rendezvous_options(config, rank, size);
-  options.check_interrupt = check_python_signals;
+  options.waiting.check_interrupt = check_python_signals;
   options.hello = hello;
-  options.absent_ms = timeout.count();
-  options.first_notice_ms = static_cast<int64_t>(first_notice_s * 1000);
+  options.waiting.absent_ms = timeout.count();
+  options.waiting.first_notice_ms = static_cast<int64_t>(first_notice_s * 1000);
   py::gil_scoped_release no_gil;
   StoreAdapter adapter(store, "");
   return std::make_unique<PendingMesh>(adapter, options);

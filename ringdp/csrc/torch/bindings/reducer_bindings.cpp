@@ -26,52 +26,49 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using GroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
 using PythonFuture = torch::jit::PythonFutureWrapper;
 
-std::vector<ModuleParameter> module_parameters(const std::vector<at::Tensor>& parameters,
-                                               std::vector<std::string> names, std::vector<std::string> used_in,
-                                               const std::vector<bool>& sparse) {
-  TORCH_CHECK(
-      names.size() == parameters.size() && used_in.size() == parameters.size() && sparse.size() == parameters.size(),
-      "one name, one place and one sparse flag per parameter");
-  std::vector<ModuleParameter> described;
-  described.reserve(parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    described.push_back({parameters[i], std::move(names[i]), std::move(used_in[i]), sparse[i]});
-  }
-  return described;
+void replace_parameters(Reducer& reducer, std::vector<ModuleParameter> parameters) {
+  const ReductionPlan before = reducer.replace_parameters(std::move(parameters));  // released when the lock is free
 }
 
-void replace_parameters(Reducer& reducer, const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                        std::vector<std::string> used_in, const std::vector<bool>& sparse) {
-  std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
-  // Released when the lock is free.
-  const ReductionPlan before = reducer.replace_parameters(std::move(described));
-}
-
-std::shared_ptr<Reducer> make_reducer(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                                      std::vector<std::string> used_in, const std::vector<bool>& sparse,
-                                      GroupPointer group, std::vector<std::size_t> caps_bytes,
-                                      const std::optional<bool>& find_unused, bool average, bool own_gradients,
-                                      bool skip_unused, bool names_compared, bool graph_shows_unused,
-                                      const std::optional<at::ScalarType>& reduce_dtype, bool host_control,
-                                      bool gradient_pool, bool weighted, std::size_t report_every, bool alone) {
-  std::vector<ModuleParameter> described = module_parameters(parameters, std::move(names), std::move(used_in), sparse);
-  ReducerOptions options;
-  options.caps_bytes = std::move(caps_bytes);
-  options.average = average;
-  options.own_gradients = own_gradients;
-  options.skip_unused = skip_unused;
-  options.names_compared = names_compared;
-  options.graph_shows_unused = graph_shows_unused;
-  options.reduce_dtype = reduce_dtype;
-  options.host_control = host_control;
-  options.weighted = weighted;
-  options.gradient_pool = gradient_pool;
-  options.report_every = report_every;
-  options.alone = alone;
+std::shared_ptr<Reducer> make_reducer(std::vector<ModuleParameter> parameters, GroupPointer group,
+                                      ReducerOptions options) {
   // Not by a call guard: pybind11 would then register the new object without the GIL, too.
   py::gil_scoped_release no_gil;
-  if (find_unused) options.unused = *find_unused ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
-  return make_shared_without_python_lock<Reducer>(std::move(described), std::move(group), std::move(options));
+  return make_shared_without_python_lock<Reducer>(std::move(parameters), std::move(group), std::move(options));
+}
+
+// A part of a reducer, with a class of its own in Python. Each call of its methods holds the reducer's lock.
+template <auto Get>
+struct Part {
+  std::shared_ptr<Reducer> reducer;
+
+  auto lock() const { return Get(*reducer); }
+};
+
+// A method of the part, for `def`.
+template <auto Get, class Result, class Class, class... Args>
+auto of(Result (Class::*method)(Args...)) {
+  return [method](const Part<Get>& part, Args... args) -> std::decay_t<Result> {
+    auto locked = part.lock();
+    return ((*locked).*method)(std::forward<Args>(args)...);
+  };
+}
+
+template <auto Get, class Result, class Class, class... Args>
+auto of(Result (Class::*method)(Args...) const) {
+  return [method](const Part<Get>& part, Args... args) -> std::decay_t<Result> {
+    auto locked = part.lock();
+    return ((*locked).*method)(std::forward<Args>(args)...);
+  };
+}
+
+Reducer::Locked<const Plan> plan(Reducer& reducer) { return reducer.plan(); }
+Reducer::Locked<StepReport> report(Reducer& reducer) { return reducer.report(); }
+Reducer::Locked<JoinShadow> join_shadow(Reducer& reducer) { return reducer.join(); }
+Reducer::Locked<OverflowReport> overflow(Reducer& reducer) { return reducer.exchange().part(&Exchange::overflow); }
+Reducer::Locked<Forwards> forwards(Reducer& reducer) { return reducer.exchange().part(&Exchange::forwards); }
+Reducer::Locked<GradientCompression> compression(Reducer& reducer) {
+  return reducer.exchange().part(&Exchange::compression);
 }
 
 // Called by torch's pipeline stages, Lightning's manual optimization and Accelerate's trigger_sync_in_backward,
@@ -89,11 +86,11 @@ void prepare_for_backward(Reducer& reducer, const std::vector<at::Tensor>& outpu
   reducer.prepare_for_backward(outputs, sync.value_or(true), training);
 }
 
-py::dict stats_as_dict(Reducer& reducer) {
+py::dict stats_as_dict(const Part<report>& part) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.report()->stats();
+    stats = part.lock()->stats();
   }
   py::dict result;
   result["steps"] = stats.steps;
@@ -112,11 +109,11 @@ void set_reductions(Reducer& reducer, std::vector<std::shared_ptr<Reduction>> re
   reducer.set_reductions(plan);
 }
 
-py::list rows_as_dicts(Reducer& reducer) {
+py::list rows_as_dicts(const Part<report>& part) {
   std::vector<BucketRow> rows;
   {
     py::gil_scoped_release no_gil;
-    rows = reducer.report()->bucket_rows();
+    rows = part.lock()->bucket_rows();
   }
   py::list result;
   for (const BucketRow& row : rows) {
@@ -139,11 +136,11 @@ py::list rows_as_dicts(Reducer& reducer) {
 }
 
 // DDP's logging data of a step, in ns of the steady clock.
-py::dict times_as_dict(Reducer& reducer) {
+py::dict times_as_dict(const Part<report>& part) {
   ReducerStats stats;
   {
     py::gil_scoped_release no_gil;
-    stats = reducer.report()->stats();
+    stats = part.lock()->stats();
   }
   py::dict result;
   result["began_ns"] = stats.began_ns;
@@ -153,9 +150,6 @@ py::dict times_as_dict(Reducer& reducer) {
   result["unused_bytes"] = stats.unused_bytes;
   return result;
 }
-
-// See StepReport.
-int note_forward(Reducer& reducer) { return reducer.report()->note_forward(); }
 
 // The last step in one call: number of steps, bytes of gradients, whether all of them were finite, and the row.
 std::tuple<int64_t, int64_t, std::optional<bool>, std::vector<float>> last_step(Reducer& reducer) {
@@ -175,18 +169,18 @@ std::tuple<int64_t, int64_t, std::optional<bool>, std::vector<float>> last_step(
   return {steps, bytes, finite, std::vector<float>(row.begin(), row.end())};
 }
 
-void set_facts(Reducer& reducer, const py::bytes& facts) {
+void set_facts(const Part<report>& part, const py::bytes& facts) {
   const std::string_view bytes = facts;
   StepReport::Bytes copy(bytes.begin(), bytes.end());
   py::gil_scoped_release no_gil;
-  reducer.report()->set_facts(copy);
+  part.lock()->set_facts(copy);
 }
 
-std::optional<std::vector<py::bytes>> take_window(Reducer& reducer) {
+std::optional<std::vector<py::bytes>> take_window(const Part<report>& part) {
   std::optional<std::vector<StepReport::Bytes>> window;
   {
     py::gil_scoped_release no_gil;
-    window = reducer.report()->take();
+    window = part.lock()->take();
   }
   if (!window) return std::nullopt;
   std::vector<py::bytes> all;
@@ -243,14 +237,10 @@ std::shared_ptr<PythonFuture> run_sum(Reducer& reducer, const c10d::GradBucket& 
   return std::make_shared<PythonFuture>(reducer.sum(bucket));
 }
 
-// Binds a function of one of the reducer's parts, called under its lock.
+// Residuals change between two steps alone.
 constexpr const char* kNotTaken = "residuals cannot be taken during a backward";
 constexpr const char* kNotSet = "residuals cannot be set during a backward";
 using ByParameter = GradientCompression::ByParameter;
-
-std::vector<int64_t> find(Reducer& reducer, const std::vector<at::Tensor>& tensors) {
-  return reducer.plan()->parameters.find(tensors);
-}
 
 // `index` counts the parameters that required grad at construction.
 void gradient_arrived(Reducer& reducer, std::size_t index) {
@@ -262,33 +252,21 @@ void choose_reductions(Reducer& reducer, const std::vector<int>& reduction_of_bu
   reducer.choose(reduction_of_bucket);
 }
 
-ByParameter take_residuals(Reducer& reducer, const std::vector<std::size_t>& parameters) {
-  return reducer.residuals(kNotTaken)->take_residuals(parameters);
+ByParameter take_residuals(const Part<compression>& part, const std::vector<std::size_t>& parameters) {
+  return part.reducer->residuals(kNotTaken)->take_residuals(parameters);
 }
 
-void give_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.residuals(kNotSet)->give_residuals(residuals);
+void give_residuals(const Part<compression>& part, const ByParameter& residuals) {
+  part.reducer->residuals(kNotSet)->give_residuals(residuals);
 }
 
-ByParameter residuals(Reducer& reducer) { return reducer.exchange()->compression.residuals(); }
-
-void set_residuals(Reducer& reducer, const ByParameter& residuals) {
-  reducer.residuals(kNotSet)->set_residuals(residuals);
+void set_residuals(const Part<compression>& part, const ByParameter& residuals) {
+  part.reducer->residuals(kNotSet)->set_residuals(residuals);
 }
 
 void set_group(Reducer& reducer, GroupPointer group, bool average, bool names_compared) {
   reducer.set_group(std::move(group), average, names_compared);
 }
-
-void set_loss_scale(Reducer& reducer, double scale) { reducer.exchange()->compression.set_loss_scale(scale); }
-
-void watch_finite(Reducer& reducer, bool watch) { reducer.exchange()->overflow.watch(watch); }
-
-std::optional<bool> finite(Reducer& reducer) { return reducer.exchange()->overflow.finite(); }
-
-std::vector<std::size_t> non_finite(Reducer& reducer) { return reducer.exchange()->overflow.non_finite(); }
-
-int64_t own_non_finite(Reducer& reducer) { return reducer.exchange()->overflow.own_non_finite(); }
 
 // (parameter of the module, under no_sync, changed since) of each, their bytes, and the bytes sent since the first one
 // came; -1 where that is not known.
@@ -308,18 +286,18 @@ Unaveraged unaveraged(Reducer& reducer) {
 
 void remove_hooks(Reducer& reducer) { reducer.buckets()->hooks.remove(); }
 
-std::vector<BucketMembers> layout(Reducer& reducer) { return reducer.plan()->buckets.buckets(); }
+std::vector<BucketMembers> layout(const Part<plan>& part) { return part.lock()->buckets.buckets(); }
 
-std::vector<std::size_t> bucket_bytes(Reducer& reducer) {
-  const auto plan = reducer.plan();
+std::vector<std::size_t> bucket_bytes(const Part<plan>& part) {
+  const auto plan = part.lock();
   std::vector<std::size_t> result;
   for (std::size_t i = 0; i < plan->buckets.buckets().size(); ++i) result.push_back(plan->buckets.bytes(i));
   return result;
 }
 
 // The names of their operations.
-std::vector<std::string> bucket_names(Reducer& reducer) {
-  const auto plan = reducer.plan();
+std::vector<std::string> bucket_names(const Part<plan>& part) {
+  const auto plan = part.lock();
   const std::vector<BucketMembers>& buckets = plan->buckets.buckets();
   std::vector<std::string> result;
   for (std::size_t i = 0; i < buckets.size(); ++i)
@@ -327,22 +305,97 @@ std::vector<std::string> bucket_names(Reducer& reducer) {
   return result;
 }
 
-bool rebuilt(Reducer& reducer) { return reducer.plan()->buckets.rebuilt(); }
-
 double incoming_factor(Reducer& reducer) { return reducer.exchange()->weights.factors().incoming; }
-
-void shadow_weight(Reducer& reducer) { reducer.join()->shadow_weight(); }
 
 // For torch's Join.
 void set_forward_work(Reducer& reducer, c10::intrusive_ptr<c10d::Work> work, bool divide_by_all_ranks) {
   reducer.join()->set_forward_work(std::move(work), divide_by_all_ranks);
 }
 
-void shadow_with(Reducer& reducer, int64_t ranks_with_input) { reducer.join()->divide_by(ranks_with_input); }
-
 std::vector<c10d::GradBucket> zero_buckets(Reducer& reducer) { return reducer.join()->zero_buckets(); }
 
-void shadow_the_map(Reducer& reducer) { reducer.join()->shadow_used_map(); }
+template <auto Get>
+py::class_<Part<Get>> bind_part(py::module_& module, const char* name, const char* doc) {
+  return py::class_<Part<Get>>(module, name, doc);
+}
+
+template <auto Get>
+Part<Get> part_of(const std::shared_ptr<Reducer>& reducer) {
+  return {reducer};
+}
+
+void bind_options(py::module_& module) {
+  py::class_<ModuleParameter>(module, "ModuleParameter", "A parameter of a module, as a Reducer gets it.")
+      .def(py::init([](at::Tensor tensor, std::string name, std::string used_in, bool sparse) {
+             return ModuleParameter{std::move(tensor), std::move(name), std::move(used_in), sparse};
+           }),
+           py::arg("tensor"), py::arg("name"), py::arg("used_in"), py::arg("sparse") = false);
+  py::class_<ReducerOptions>(module, "ReducerOptions", "What a Reducer is made with.")
+      .def(py::init<>())
+      .def_readwrite("caps_bytes", &ReducerOptions::caps_bytes)
+      .def_readwrite("average", &ReducerOptions::average)
+      .def_readwrite("own_gradients", &ReducerOptions::own_gradients)
+      .def_readwrite("skip_unused", &ReducerOptions::skip_unused)
+      .def_readwrite("names_compared", &ReducerOptions::names_compared)
+      .def_readwrite("graph_shows_unused", &ReducerOptions::graph_shows_unused)
+      .def_readwrite("reduce_dtype", &ReducerOptions::reduce_dtype)
+      .def_readwrite("host_control", &ReducerOptions::host_control)
+      .def_readwrite("gradient_pool", &ReducerOptions::gradient_pool)
+      .def_readwrite("weighted", &ReducerOptions::weighted)
+      .def_readwrite("report_every", &ReducerOptions::report_every)
+      .def_readwrite("alone", &ReducerOptions::alone)
+      .def(
+          "expect_unused",
+          [](ReducerOptions& options, bool expected) {
+            options.unused = expected ? UnusedParameters::kExpected : UnusedParameters::kForbidden;
+          },
+          py::arg("expected"), "DDP's find_unused_parameters was given, with this value.");
+}
+
+void bind_parts(py::module_& module) {
+  bind_part<plan>(module, "ReducerPlan", "Which gradient is in which bucket.")
+      .def(
+          "find",
+          [](const Part<plan>& part, const std::vector<at::Tensor>& tensors) {
+            return part.lock()->parameters.find(tensors);
+          },
+          py::arg("tensors"), NoGil())
+      .def("layout", &layout, NoGil())
+      .def("bucket_bytes", &bucket_bytes, NoGil())
+      .def("bucket_names", &bucket_names, NoGil())
+      .def("rebuilt", [](const Part<plan>& part) { return part.lock()->buckets.rebuilt(); }, NoGil());
+  bind_part<overflow>(module, "ReducerOverflow", "Whether gradients were finite.")
+      .def("watch", of<overflow>(&OverflowReport::watch), py::arg("watching"), NoGil())
+      .def("finite", of<overflow>(&OverflowReport::finite), NoGil())
+      .def("non_finite", of<overflow>(&OverflowReport::non_finite), NoGil())
+      .def("own_non_finite", of<overflow>(&OverflowReport::own_non_finite), NoGil());
+  bind_part<compression>(module, "ReducerCompression", "Residuals, and the loss scale that they are measured in.")
+      .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
+      .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
+      .def("residuals", of<compression>(&GradientCompression::residuals), NoGil())
+      .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
+      .def("set_loss_scale", of<compression>(&GradientCompression::set_loss_scale), py::arg("scale"), NoGil());
+  bind_part<forwards>(module, "ReducerForwards", "The forwards since the last step.")
+      .def("note_of", of<forwards>(&Forwards::note_of), py::arg("training"), NoGil(),
+           "What the name of an operation in a forward ends in; nearly always nothing.")
+      .def("begin_closure", of<forwards>(&Forwards::begin_closure), NoGil(),
+           "An optimizer evaluates a closure from now on, which may run several backwards.")
+      .def("end_closure", of<forwards>(&Forwards::end_closure), NoGil());
+  bind_part<report>(module, "ReducerReport", "What the steps have cost.")
+      .def("stats", &stats_as_dict)
+      .def("times", &times_as_dict)
+      .def("bucket_rows", &rows_as_dicts)
+      .def("note_forward", of<report>(&StepReport::note_forward), NoGil())
+      .def("set_facts", &set_facts, py::arg("facts"))
+      .def("take_window", &take_window)
+      .def(
+          "steps", [](const Part<report>& part) { return part.lock()->stats().steps; }, NoGil(),
+          "How many backwards have synchronised.");
+  bind_part<join_shadow>(module, "ReducerJoin", "What a rank without input repeats.")
+      .def("divide_by", of<join_shadow>(&JoinShadow::divide_by), py::arg("ranks_with_input"), NoGil())
+      .def("shadow_weight", of<join_shadow>(&JoinShadow::shadow_weight), NoGil())
+      .def("shadow_used_map", of<join_shadow>(&JoinShadow::shadow_used_map), NoGil());
+}
 
 }  // namespace
 
@@ -350,18 +403,20 @@ void bind_reducer(py::module_& module) {
   module.def("note_optimizer", &StepPhases::note_optimizer, "An optimizer has ended its step.");
   module.def("most_steps", &most_steps,
              "Backwards that averaged gradients, of the wrapper of this process that had most.");
+  bind_options(module);
+  bind_parts(module);
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", "Averages gradients during backward; see RingDP.")
-      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("used_in"), py::arg("sparse"),
-           py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"), py::arg("find_unused"), py::arg("average"),
-           py::arg("own_gradients"), py::arg("skip_unused"), py::arg("names_compared"), py::arg("graph_shows_unused"),
-           py::arg("reduce_dtype") = py::none(), py::arg("host_control") = false, py::arg("gradient_pool") = false,
-           py::arg("weighted") = false, py::arg("report_every") = 0, py::arg("alone") = false)
+      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::arg("options"))
+      .def_property_readonly("plan", &part_of<plan>)
+      .def_property_readonly("overflow", &part_of<overflow>)
+      .def_property_readonly("compression", &part_of<compression>)
+      .def_property_readonly("forwards", &part_of<forwards>)
+      .def_property_readonly("report", &part_of<report>)
+      .def_property_readonly("join", &part_of<join_shadow>)
       .def("prepare_for_forward", &noting<&Reducer::prepare_for_forward>, NoGil())
       .def("called_in_backward", &Reducer::called_in_backward, NoGil(),
            "A forward that is repeated inside a backward begins: checkpointing does that.")
-      .def("replace_parameters", &replace_parameters, py::arg("parameters"), py::arg("names"), py::arg("used_in"),
-           py::arg("sparse"), NoGil())
-      .def("find", &find, py::arg("tensors"), NoGil())
+      .def("replace_parameters", &replace_parameters, py::arg("parameters"), NoGil())
       .def("prepare_for_backward", &prepare_for_backward, py::arg("outputs"), py::arg("sync") = py::none(),
            py::arg("training") = py::none(), NoGil())
       .def("register_comm_hook", &register_python_hook, py::arg("state"), py::arg("hook"))
@@ -369,50 +424,19 @@ void bind_reducer(py::module_& module) {
       .def("set_reductions", &set_reductions, py::arg("reductions"), py::arg("reduction_of"), py::arg("owner_offsets"),
            py::arg("exchange_codes") = false, NoGil())
       .def("choose", &choose_reductions, py::arg("reduction_of_bucket"), NoGil())
-      .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
-      .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
-      .def("watch_finite", &watch_finite, py::arg("watch"), NoGil())
-      .def("set_loss_scale", &set_loss_scale, py::arg("scale"), NoGil())
-      .def("finite", &finite, NoGil())
-      .def("non_finite", &non_finite, NoGil())
-      .def("own_non_finite", &own_non_finite, NoGil())
-      .def("residuals", &residuals, NoGil())
-      .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
-      .def("bucket_rows", &rows_as_dicts)
-      .def("shadow_with", &shadow_with, py::arg("ranks_with_input"), NoGil())
       .def("announce_weight", &Reducer::announce_weight, py::arg("weight"), py::arg("sync"),
            py::arg("training") = py::none(), NoGil())
-      .def(
-          "forward_note",
-          [](Reducer& reducer, bool training) { return reducer.exchange()->forwards.note_of(training); },
-          py::arg("training"), NoGil(), "What the name of an operation in a forward ends in; nearly always nothing.")
-      .def(
-          "begin_closure", [](Reducer& reducer) { reducer.exchange()->forwards.begin_closure(); }, NoGil(),
-          "An optimizer evaluates a closure from now on, which may run several backwards.")
-      .def(
-          "end_closure", [](Reducer& reducer) { reducer.exchange()->forwards.end_closure(); }, NoGil())
       .def("repeat_batch", &Reducer::repeat_batch, NoGil(),
            "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())
-      .def("shadow_weight", &shadow_weight, NoGil())
       .def("zero_gradients", &Reducer::zero_gradients, NoGil())
       .def("has_unaveraged", &Reducer::any_left_over, "Whether a gradient stayed in some .grad that was not averaged.")
       .def("unaveraged", &unaveraged, NoGil(),
            "Each: (parameter, under no_sync, .grad changed since); then their bytes, and the bytes sent since, or -1.")
-      .def("shadow_used_map", &shadow_the_map, NoGil())
-      .def("layout", &layout, NoGil())
-      .def("bucket_bytes", &bucket_bytes, NoGil())
-      .def("bucket_names", &bucket_names, NoGil())
-      .def("rebuilt", &rebuilt, NoGil())
-      .def("stats", &stats_as_dict)
-      .def("times", &times_as_dict)
-      .def("note_forward", &note_forward, NoGil())
-      .def("set_facts", &set_facts, py::arg("facts"))
-      .def("take_window", &take_window)
       .def("last_step", &last_step)
       .def(
-          "steps", [](Reducer& reducer) { return reducer.report()->stats().steps; }, NoGil(),
-          "How many backwards have synchronised.")
+          "view", [](Reducer& reducer) { return reducer.buckets()->repair.view(); }, NoGil(),
+          "In an elastic job the number of the view whose members' gradients the last step has averaged; else 0.")
       .def("arrivals", &Reducer::arrivals, NoGil())
       .def("error", &Reducer::thrown, NoGil())
       // The names torch's DistributedDataParallel uses.

@@ -99,6 +99,7 @@ class StepRepair {
   void withhold() { withholds_ = withheld_ = true; }
   // Called before the bucket is sent. False: it is sent at the end of the step, with all others, as on all ranks.
   bool keep(Bucket& bucket);
+  uint64_t view() const { return view_; }  // in which the present or last step was sent; 0: not elastic
   // Whether a bucket was not sent, or was sent in an earlier view.
   bool must_send_again() const { return withheld_ || view_ != elastic_->view(); }
   // Waits for the old operations; then all kept buckets can be sent again, to the members of the present view.

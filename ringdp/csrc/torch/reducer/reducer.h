@@ -40,6 +40,11 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
     Locked(Lock lock, Part& part) : lock_(std::move(lock)), part_(&part) {}
     Part* operator->() const { return part_; }
     Part& operator*() const { return *part_; }
+    // Gives the lock on to a part of the part.
+    template <class Inner>
+    Locked<Inner> part(Inner Part::* inner) && {
+      return {std::move(lock_), part_->*inner};
+    }
 
    private:
     Lock lock_;

@@ -1,0 +1,73 @@
+"""torch's DistributedSampler in a job that goes on without lost ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, Sampler
+
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.byte_collectives import all_gather_bytes, alone, require_member
+from ringdp.job.elastic import as_unit, is_elastic
+
+
+class Following(Sampler[int]):
+    """A DistributedSampler that splits each epoch over the ranks that begin it (`follow`)."""
+
+    def __init__(self, sampler: DistributedSampler[int], group: dist.ProcessGroup) -> None:
+        self.sampler, self._group = sampler, group
+
+    def __len__(self) -> int:
+        """Samples of this rank in the epoch that was begun last."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        def begin() -> tuple[int, int]:
+            ranks = all_gather_bytes(b"\0", self._group, room=1)
+            return self._group.rank(), len(ranks)
+
+        rank, size = as_unit(self._group, "the beginning of an epoch", begin)
+        old = self.sampler
+        if size != old.num_replicas:
+            self.sampler = DistributedSampler(
+                old.dataset,
+                size,
+                rank,
+                shuffle=old.shuffle,
+                seed=old.seed,
+                drop_last=old.drop_last,
+            )
+            self.sampler.set_epoch(old.epoch)
+        return iter(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As DistributedSampler's."""
+        self.sampler.set_epoch(epoch)
+
+
+def follow(sampler: DistributedSampler[int], group: dist.ProcessGroup | None = None) -> Sampler[int]:
+    """A sampler to give to the DataLoader in place of `sampler`: in an elastic job it splits each epoch over the ranks
+    that are left when the epoch begins. What a lost rank would have had of its last epoch, no rank visits.
+
+        sampler = ringdp.data.follow(DistributedSampler(dataset))
+
+    In other jobs it is `sampler` itself. All ranks begin each epoch (``for batch in loader``) at the same place between
+    their collectives.
+
+    Args:
+        sampler: of the ranks of the group.
+        group: the ranks over which it splits; the default process group if None.
+
+    Raises:
+        InvalidArgumentError: not a DistributedSampler.
+    """
+    if type(sampler) is not DistributedSampler:
+        raise InvalidArgumentError(
+            f"ringdp.data.follow needs a torch DistributedSampler, not a {type(sampler).__name__}: BalancedSampler"
+            " follows by itself, and one of your own has to count ringdp.world_size() ranks in each epoch"
+        )
+    if group is None and alone("ringdp.data.follow"):
+        return sampler
+    member = require_member(group, "ringdp.data.follow")
+    return Following(sampler, member) if is_elastic(member) else sampler
