@@ -40,7 +40,6 @@ FEATURES = {
     "dtensor": "DTensor parameters",
     "optimizer in backward": "an optimizer that steps during backward (_apply_optimizer_in_backward)",
     "delayed all-reduce": "delay_all_reduce_named_params",
-    "sparse gradients": "a module with sparse gradients",
     "compiled backward": "a backward that is compiled as one graph",
     "other parameters": "parameters that are replaced, added or removed after wrapping",
     "hook": "the communication hook {name}",
@@ -71,14 +70,7 @@ FEATURES = {
 
 
 TABLE = (
-    Row(
-        "elastic",
-        "optimizer in backward",
-        "parameters have changed when a step is repeated",
-        "call the optimizer after backward",
-    ),
     Row("elastic", "delayed all-reduce", "only the reducer's all-reduces are repeated", "leave it out"),
-    Row("elastic", "sparse gradients", "the gathering of their rows is not repeated", "use sparse=False"),
     Row("elastic", "dtensor", "a lost rank's part of them is lost", "use plain parameters"),
     Row(
         "elastic",
@@ -89,8 +81,8 @@ TABLE = (
     Row(
         "elastic",
         "hook",
-        "it may keep state or overwrite a bucket",
-        "use allreduce_hook, fp16_compress_hook, bf16_compress_hook or compression='int8'",
+        "it may keep state, which a repeated step would change twice",
+        "set {name}.repeatable = True if it keeps none",
     ),
     Row("elastic", "hook of a group", "only the model's group goes on without a lost rank", "give no group"),
     Row(

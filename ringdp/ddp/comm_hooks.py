@@ -10,8 +10,9 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from ringdp import refusals
 from ringdp.ddp import in_use
 from ringdp.ddp.divergence.options import ReplicaGuard
+from ringdp.ddp.elastic import Elastic, with_losses_in_future
 from ringdp.ddp.features import FeaturedDDP
-from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_hook
+from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_at_end, stepping_hook, take_over
 from ringdp.hooks.signature import what_is_wrong_with
 
 
@@ -34,7 +35,8 @@ class CommHooks(FeaturedDDP):
         self.ringdp_features[in_use.OfTorch].hook = hook.__qualname__
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self.reducer.register_comm_hook(state, hook)
+        elastic = self.ringdp_features[Elastic].repairs
+        self.reducer.register_comm_hook(state, with_losses_in_future(hook) if elastic else hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
         self.ringdp_features[ReplicaGuard].rest_beside(self, hook)
@@ -56,5 +58,9 @@ class CommHooks(FeaturedDDP):
     def _setup_in_backward_optimizers(self) -> None:
         if has_optimizers(self._module_parameters):
             refusals.check(self.ringdp_features.in_use(self))  # optimizers may be given after wrapping
+            take_over(self._module_parameters)
+            if self.ringdp_features[Elastic].repairs:
+                self.reducer.when_counted(stepping_at_end(self))
+                return
             self._take_hook(None, stepping_hook(self))
             self.reducer._set_optimizer_in_backward()

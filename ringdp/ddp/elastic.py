@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from ringdp import config, refusals
 from ringdp.ddp.features import Feature, FeaturedDDP
+from ringdp.errors import PeerLostError
+from ringdp.hooks.futures import failed
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit, is_elastic
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Elastic(Feature):
@@ -36,6 +43,20 @@ class Elastic(Feature):
 
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
+
+
+def with_losses_in_future(hook: Hook) -> Hook:
+    """A communication hook that waits for its operations raises their errors, which torch passes on as text: so a loss
+    fails the future, and the step is made again."""
+
+    @functools.wraps(hook)
+    def call(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        try:
+            return hook(state, bucket)
+        except PeerLostError as error:
+            return failed(error, bucket.buffer().device)
+
+    return call
 
 
 def broadcast_in_unit(group: dist.ProcessGroup, what: str, tensors: list[torch.Tensor], broadcast: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -44,20 +43,14 @@ class OfTorch(Feature):
             "compiled backward": bool(ddp._use_python_reducer),
         }
         features = dict.fromkeys((feature for feature, is_found in found.items() if is_found), "")
-        return features | of_module(ddp.module) | ({"any hook": self.hook} if self.hook else {})
-
-
-def of_module(module: torch.nn.Module) -> dict[str, str]:
-    sparse = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    found = any(isinstance(layer, sparse) and layer.sparse for layer in module.modules())
-    return {"sparse gradients": ""} if found else {}
+        return features | ({"any hook": self.hook} if self.hook else {})
 
 
 def of_hook(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -> dict[str, str]:
     name = getattr(hook, "__qualname__", repr(hook))
     found = {
         "any hook": True,
-        "hook": not any(hook is known for known in ELEMENTWISE_HOOKS),
+        "hook": not (any(hook is known for known in ELEMENTWISE_HOOKS) or getattr(hook, "repeatable", False)),
         "mixing hook": not averages_elements(hook),
         "hook of a group": state is not None and state is not group,
     }

@@ -21,20 +21,39 @@ def has_optimizers(parameters: Iterable[Tensor]) -> bool:
     return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
 
 
-def stepping_hook(
-    wrapper: DistributedDataParallel,
-) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
-    """The communication hook that averages a bucket and lets its parameters' optimizers step.
-
-    It takes the place of the hooks that ``_apply_optimizer_in_backward`` left on the parameters, which would step
-    before gradients are averaged: they are removed.
-    """
+def take_over(parameters: Iterable[Tensor]) -> None:
+    """Remove the hooks that ``_apply_optimizer_in_backward`` left on the parameters, which would step before gradients
+    are averaged."""
     # A program that gave parameters optimizers has loaded it; for others it is slow, and warns of torch.jit.script.
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-    for parameter in wrapper._module_parameters:
+    for parameter in parameters:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()
+
+
+def stepping_at_end(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    """In an elastic job, where a bucket's mean counts only with the step: to be called at the end of the backward."""
+    wrapper_alive = weakref.ref(wrapper)
+
+    def step() -> None:
+        alive = wrapper_alive()
+        for parameter in [] if alive is None else alive._module_parameters:
+            optimizers = getattr(parameter, "_in_backward_optimizers", [])
+            if parameter.grad is None:
+                continue
+            for optimizer in optimizers:
+                optimizer.step()
+            if optimizers:
+                parameter.grad = None
+
+    return step
+
+
+def stepping_hook(
+    wrapper: DistributedDataParallel,
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
+    """The communication hook that averages a bucket and lets its parameters' optimizers step."""
     wrapper_alive = weakref.ref(wrapper)
 
     def average_and_step(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:

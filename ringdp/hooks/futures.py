@@ -43,6 +43,14 @@ class Promise:
         return future
 
 
+def failed(error: Exception, device: torch.device) -> Future[Tensor]:
+    """One that has failed with this error."""
+    promise = Promise(device)
+    future = promise.future
+    promise.fail(error)
+    return future
+
+
 def after(future: Future[Any], make: Callable[[Any], Tensor], device: torch.device) -> Future[Tensor]:
     """As ``future.then``, but `make` gets the value, and errors keep their type, of which torch's `then` passes on the
     text alone."""

@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
 import ringdp
 from ringdp import checkpoint
@@ -53,12 +54,16 @@ class Told:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+ROWS = 16
+
+
 class Net(nn.Module):
     """Several buckets at `width` 300; one small one at 8."""
 
-    def __init__(self, width: int, *, norm: bool = False, branches: bool = False) -> None:
+    def __init__(self, width: int, *, norm: bool = False, branches: bool = False, sparse: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
+        self.table = nn.Embedding(ROWS, 6, sparse=True) if sparse else None
         self.first = nn.Linear(6, width)
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.middle = nn.Linear(width, width)
@@ -66,6 +71,8 @@ class Net(nn.Module):
         self.branches = nn.ModuleList([nn.Linear(width, 1) for _ in range(4 * branches)])  # one for each place
 
     def forward(self, x: Tensor, place: int = 0) -> Tensor:
+        if self.table is not None:
+            x = x + self.table((x[:, 0].abs() * ROWS).long() % ROWS)
         if self.branches:
             return self.branches[place](torch.tanh(self.first(x))) + self.last(torch.tanh(self.middle(self.first(x))))
         return self.last(torch.tanh(self.middle(torch.tanh(self.norm(self.first(x))))))
@@ -77,7 +84,8 @@ def batch(place: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def hexadecimal(tensors: Sequence[Tensor]) -> str:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).numpy().tobytes().hex()
+    dense = [tensor.detach().to_dense() if tensor.is_sparse else tensor.detach() for tensor in tensors]
+    return torch.cat([tensor.reshape(-1) for tensor in dense]).numpy().tobytes().hex()
 
 
 @contextlib.contextmanager
@@ -122,6 +130,7 @@ def train(
     options: dict[str, Any] | None = None,
     norm: bool = False,
     branches: bool = False,
+    sparse: bool = False,
     accumulate: bool = False,
     each_step: str = "",
     overflow: tuple[int, int] | None = None,
@@ -131,21 +140,24 @@ def train(
     replace: int | None = None,
     catch: bool = False,
     transport: str = "auto",
+    in_backward: bool = False,
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
     `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
     `replace`: in this step the last layer is replaced.
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
-    `each_step`: a name in `EACH_STEP`, or "checkpoint".
+    `in_backward`: with optimizers that step in backward. `each_step`: a name in `EACH_STEP`, or "checkpoint".
     `catch`: a step's error is told, and the process lives until the other ranks have ended the step."""
     os.environ["RINGDP_TRANSPORT"] = transport
     with telling(folder, elastic=elastic, places=places) as (told, place):
-        net = Net(width, norm=norm, branches=branches)
+        net = Net(width, norm=norm, branches=branches, sparse=sparse)
         model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})})
         if hook:
             HOOKS[hook](model)
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0 if in_backward else 0.1, momentum=0.5)
+        if in_backward:  # all gradients are None behind it
+            _apply_optimizer_in_backward(torch.optim.SGD, list(net.parameters()), {"lr": 0.1})
         scaler = None if overflow is None else ringdp.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         if state is not None:
             if scaler is not None:
@@ -239,12 +251,25 @@ EACH_STEP: dict[str, Callable[[Any, int], Any]] = {
     "monitored_barrier": lambda model, place: ringdp.monitored_barrier(),
 }
 
+
+def of_ones_own(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Overwrites its bucket."""
+    mean = bucket.buffer().div_(group.size())
+    dist.all_reduce(mean, group=group)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(mean)
+    return done
+
+
+of_ones_own.repeatable = of_ones_own.per_parameter = True  # type: ignore[attr-defined]
+
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "builtin allreduce": lambda model: model.register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE),
     "builtin fp16": lambda model: model.register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS),
     "torch fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "allreduce": lambda model: model.register_comm_hook(None, ringdp.hooks.allreduce_hook),
     "bf16": lambda model: model.register_comm_hook(model.process_group, ringdp.hooks.bf16_hook),
+    "one's own": lambda model: model.register_comm_hook(model.process_group, of_ones_own),
     "measured": lambda model: model.measure_compression(every=1),
 }
 
@@ -475,15 +500,12 @@ class Counting:
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "Counting": lambda net: ringdp.RingDP(net, compression=Counting()),
     "LocalSGD": lambda net: ringdp.LocalSGD(net, _sgd(net), every=4),
-    "sparse gradients": lambda net: ringdp.RingDP(nn.Embedding(5, 2, sparse=True)),
-    "communication hook noop_hook": lambda net: ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook),
     "_hook_of_the_program": lambda net: ringdp.RingDP(net).register_comm_hook(None, _hook_of_the_program),
     "another group": lambda net: ringdp.RingDP(net).register_comm_hook(
         dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
     "default process group": lambda net: ringdp.RingDP(net, process_group=dist.new_group([0, 1])),
-    "BalancedSampler": lambda net: ringdp.data.BalancedSampler(100, 10),
     "key-value store": lambda net: ringdp.kvstore.create("dist_sync"),
     "ShardedEmbedding": lambda net: ringdp.nn.ShardedEmbedding(10, 2),
     "DiLoCo": lambda net: ringdp.DiLoCo(net, _sgd(net), every=4),

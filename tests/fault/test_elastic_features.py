@@ -81,6 +81,24 @@ def test_buckets_that_are_skipped(tmp_path: Path, phase: str, victim: int) -> No
 
 
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sparse_gradients(tmp_path: Path, phase: str, accumulate: bool) -> None:
+    compare(tmp_path, 3, Faults().kill(1, 1, phase), sparse=True, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_optimizers_in_backward(tmp_path: Path, phase: str, accumulate: bool) -> None:
+    told = compare(tmp_path, 3, Faults().kill(1, 1, phase), in_backward=True, accumulate=accumulate)
+    assert len(set(told[0].parameters)) == 4  # each step has changed them
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
+def test_a_hook_that_says_that_it_is_repeatable(tmp_path: Path, phase: str) -> None:
+    compare(tmp_path, 3, Faults().kill(1, 1, phase), hook="one's own")
+
+
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
 def test_measured_compression(tmp_path: Path, phase: str) -> None:
     compare(tmp_path, 3, Faults().kill(1, 2, phase), options={"compression": "int8"}, hook="measured")
 
@@ -163,11 +181,13 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     if job.get("branches"):
         options["find_unused_parameters"] = draw.choice([None, True])
         options["skip_all_reduce_unused_params"] = options["find_unused_parameters"] is True and draw.random() < 0.5
-    chosen = draw.choice(["compression", "compression", "hook", "mixed"])
+    chosen = draw.choice(["compression", "compression", "hook", "mixed", "sparse"])
     if chosen == "compression":
         options["compression"] = draw.choice(COMPRESSIONS)
     elif chosen == "hook":
         job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16"])
+    elif chosen == "sparse":
+        job["sparse"] = True
     else:
         options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
         job["norm"] = False  # its buffers are not of that type

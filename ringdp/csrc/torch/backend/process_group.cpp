@@ -234,10 +234,10 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRing::allreduce(std::vector<at::Tenso
   if (tensors[0].layout() == at::kSparse) {
     if (opts.reduceOp.op_ != c10d::ReduceOp::SUM)
       refuse("allreduce", "unsupported reduction operation (allreduce of sparse tensors only works with ReduceOp.SUM)");
-    if (elastic_)
+    if (elastic_ && !UnitScope::active())
       throw Error(ErrorKind::kState,
-                  "all_reduce of sparse tensors is not there in an elastic job yet: make them dense, or leave "
-                  "--elastic out");
+                  "all_reduce of sparse tensors outside RingDP's steps does not go on without a lost rank: make them "
+                  "dense, or leave --elastic out");
     return all_reduce_sparse(counted(), devices_, hooks_, tensors, opts.timeout, opts.asyncOp);
   }
   ReduceOp op = reduce_op_of(opts.reduceOp, "all_reduce");

@@ -3,7 +3,19 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+#include <utility>
+
 namespace ringdp {
+
+// For a C++ object that keeps a Python function: its last copy may be destroyed by a thread without the GIL.
+inline std::shared_ptr<pybind11::function> shared_function(pybind11::function function) {
+  return {new pybind11::function(std::move(function)), [](pybind11::function* it) {
+            if (Py_IsInitialized() == 0) return;
+            const pybind11::gil_scoped_acquire gil;
+            delete it;
+          }};
+}
 
 void bind_compression(pybind11::module_& module);
 void bind_cuda_kernels(pybind11::module_& module);

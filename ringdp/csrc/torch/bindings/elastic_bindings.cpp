@@ -38,12 +38,7 @@ void follow(const GroupPointer& group) {
 }
 
 void on_change(const GroupPointer& group, py::function listener) {
-  // By pointer: the last copy may be destroyed on a thread without the GIL.
-  const auto kept = std::shared_ptr<py::function>(new py::function(std::move(listener)), [](py::function* it) {
-    if (Py_IsInitialized() == 0) return;
-    const py::gil_scoped_acquire gil;
-    delete it;
-  });
+  const auto kept = shared_function(std::move(listener));
   const py::gil_scoped_release no_gil;
   required(elastic_of(group)).on_change([kept](const ViewChange& change) {
     const py::gil_scoped_acquire gil;

@@ -452,6 +452,15 @@ void bind_reducer(py::module_& module) {
       .def("_reset_state", &Reducer::reset, NoGil())
       .def("_set_forward_pass_work_handle", &set_forward_work, py::arg("work"), py::arg("use_static_world_size"),
            NoGil())
+      .def(
+          "when_counted",
+          [](Reducer& reducer, py::function call) {
+            reducer.when_counted([kept = shared_function(std::move(call))] {
+              const py::gil_scoped_acquire gil;
+              (*kept)();
+            });
+          },
+          py::arg("call"), "In an elastic job: `call()` at the end of each backward whose step counts.")
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward, NoGil())
       .def("_set_static_graph", &noting<&Reducer::set_static_graph>, NoGil())
       .def("_update_process_group", &set_group, py::arg("process_group"), py::kw_only(), py::arg("average"),

@@ -149,6 +149,11 @@ bool StepRepair::keep(Bucket& bucket) {
   Kept& kept = kept_[bucket.index];
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor& buffer = bucket.buffer;
+  if (bucket.sparse) {
+    kept = {.spare = buffer.clone(), .copied = true, .filled = true};
+    withheld_ = withheld_ || withholds_;
+    return !withholds_;
+  }
   if (!kept.spare.defined() || kept.spare.numel() != buffer.numel() || kept.spare.scalar_type() != buffer.scalar_type())
     kept.spare = at::zeros_like(buffer);  // a codec does not write between two gradients
   kept.copied = !fills_its_storage(buffer) || !fills_its_storage(kept.spare) ||

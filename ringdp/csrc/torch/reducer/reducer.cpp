@@ -60,6 +60,8 @@ class Reducer::Unit final : public BackwardUnit::Step {
     const auto step = present();
     step->accept();
     reducer_.hand_out(step, lock, hooks);
+    if (lock.owns_lock()) lock.unlock();
+    if (reducer_.when_counted_) reducer_.when_counted_();
   }
   [[noreturn]] void stopped() override {
     StepFailure& failure = reducer_.exchange_.failure;
