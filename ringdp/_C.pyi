@@ -349,7 +349,7 @@ class Reducer:
     def view(self) -> int:
         """In an elastic job the number of the view whose members' gradients the last step has averaged; else 0."""
 
-    def when_counted(self, call: Callable) -> None:
+    def when_counted(self, call: Callable[[], None]) -> None:
         """In an elastic job: `call()` at the end of each backward whose step counts."""
 
     def zero_gradients(self) -> None: ...

@@ -51,8 +51,6 @@ FEATURES = {
     "auto": 'compression="auto"',
     "rules": "rules of a Compression",
     "join": "torch's Join",
-    "embedding": "ShardedEmbedding",
-    "kvstore": "a key-value store",
     "compressed kvstore": "the compression of a key-value store",
     "rounds": "averaging in rounds ({name})",
     "group": "a RingDP over another than the default process group of ringdp.init() on the CPU",
@@ -70,7 +68,6 @@ FEATURES = {
 
 
 TABLE = (
-    Row("elastic", "delayed all-reduce", "only the reducer's all-reduces are repeated", "leave it out"),
     Row("elastic", "dtensor", "a lost rank's part of them is lost", "use plain parameters"),
     Row(
         "elastic",
@@ -92,8 +89,7 @@ TABLE = (
         "keep it in info.state, and set repeatable = True",
     ),
     Row("elastic", "join", "ranks without input do not repeat steps", "give all ranks as many batches"),
-    Row("elastic", "embedding", "a lost rank's rows are lost", "use torch.nn.EmbeddingBag"),
-    Row("elastic", "kvstore", "a lost rank's keys are lost", "train with RingDP"),
+    Row("elastic", "compressed kvstore", "its residuals are not kept twice", "push exactly, or train with RingDP"),
     Row("elastic", "rounds", "a round is not repeated", "average in each step"),
     Row("elastic", "group", "no other group goes on without a lost rank", "give no process_group"),
     Row("elastic", "hosts that join", "hosts cannot be added to a job", "give --nnodes one number"),

@@ -41,6 +41,7 @@ TYPES: dict[str, dict[str, str]] = {
         "PythonReduction.__init__(hook)": HOOK,
         "ReducerReport.bucket_rows": "list[dict[str, Any]]",
         "Reducer.register_comm_hook(hook)": HOOK,
+        "Reducer.when_counted(call)": "Callable[[], None]",
         "ReducerReport.stats": "dict[str, Any]",
         "ReducerReport.times": "dict[str, int]",
         "RingFuture.add_done_callback(callback)": "Callable[[RingFuture], object]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,32 @@ class Elastic(Feature):
                 refusals.refuse("elastic", "group")
         return {"elastic": ""} if self.repairs else {}
 
+    def reducer_made(self, ddp: FeaturedDDP) -> None:
+        if self.repairs and ddp._delay_all_reduce_params:
+            ddp.reducer.when_counted(_delayed_all_reduce(ddp))
+
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
+
+
+def _delayed_all_reduce(ddp: FeaturedDDP) -> Callable[[], None]:
+    """For the end of a backward whose step counts: the gradients of delay_all_reduce_named_params, as a unit."""
+    alive = weakref.ref(ddp)
+
+    def reduce() -> None:
+        if (wrapper := alive()) is None:
+            return
+        group, buffer = wrapper.process_group, wrapper._delay_grad_buffer
+        assert buffer is not None
+        mine = buffer.clone()
+
+        def average() -> None:
+            torch.div(mine, group.size(), out=buffer)
+            dist.all_reduce(buffer, group=group)
+
+        as_unit(group, "the delayed all-reduce", average)
+
+    return reduce
 
 
 def with_losses_in_future(hook: Hook) -> Hook:

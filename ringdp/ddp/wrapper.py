@@ -368,6 +368,8 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
 
     def _delayed_all_reduce_hook(self, gradient: torch.Tensor) -> torch.Tensor:
         """Without torch's assumption that a stream waits for the result."""
+        if self.ringdp_features[Elastic].repairs:  # when the step counts
+            return gradient
         assert self._delay_grad_buffer is not None
         self._delay_grad_buffer.div_(self.process_group.size())
         work = dist.all_reduce(self._delay_grad_buffer, group=self.process_group, async_op=True)

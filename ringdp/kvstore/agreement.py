@@ -14,6 +14,7 @@ from ringdp.errors import MismatchError
 from ringdp.job.agreement import checked_alike, difference, report_refusal
 from ringdp.job.backend import connect_log, reaches_core
 from ringdp.job.byte_collectives import device_for
+from ringdp.job.elastic import as_unit, is_elastic
 from ringdp.kvstore.keys import Key
 
 Found = TypeVar("Found")
@@ -43,17 +44,21 @@ def compare_settings(
         InvalidArgumentError: by `check`; the others raise MismatchError with its text.
         MismatchError: they differ, or another rank's `check` raises; names the first difference.
     """
-    return checked_alike(
-        check,
-        lines,
-        group,
-        operation=COMPARING,
-        what="store",
-        doing=doing,
-        words=lambda one, mine, theirs: (
-            f"the ranks differ: rank {one.rank} has {mine}; rank {one.peer} has {theirs}. {advice}"
-        ),
-    )
+
+    def compare() -> Found:
+        return checked_alike(
+            check,
+            lines,
+            group,
+            operation=COMPARING,
+            what="store",
+            doing=doing,
+            words=lambda one, mine, theirs: (
+                f"the ranks differ: rank {one.rank} has {mine}; rank {one.peer} has {theirs}. {advice}"
+            ),
+        )
+
+    return compare() if group is None else as_unit(group, COMPARING, compare)
 
 
 def describe_names(keys: Sequence[str]) -> str:
@@ -92,6 +97,7 @@ class Operations:
 
     def __init__(self, group: dist.ProcessGroup | None, who: str = "a key-value store") -> None:
         self._group, self._who = group, who
+        self._elastic = group if group is not None and is_elastic(group) else None
         self._refused: Exception | None = None  # was reported already
         self._scope: Any = None
         self._leaving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -106,6 +112,16 @@ class Operations:
     def by_frames(self) -> bool:
         """Whether the frames of an operation carry its name, and tensors on the CPU go over ring."""
         return self._scope is not None
+
+    def run(self, text: str, body: Callable[[], Found]) -> Found:
+        """Call `body()`, whose operations have this name. In an elastic job it is a unit (`job.elastic.as_unit`)."""
+        if self._elastic is not None:
+            return as_unit(self._elastic, text, lambda: self._run(text, body))
+        return self._run(text, body)
+
+    def _run(self, text: str, body: Callable[[], Found]) -> Found:
+        with self.named(text):
+            return body()
 
     def refuse(self, error: Exception) -> None:
         """Give this rank's error to the ranks that are, or will be, in another operation; the caller raises. They get a

@@ -85,8 +85,8 @@ class Attached:
         except InvalidArgumentError as error:
             self._refuse(error)
         self._warn_of_missing()
-        if self._table.compression is not None:
-            self._step_by_codes(scale)
+        if not self._table.overlaps:
+            self._step_at_once(scale)
             return
         self._leave(everything=True)
         gathered: list[tuple[_Bundle, list[Tensor], list[dist.Work]]] = []
@@ -132,7 +132,7 @@ class Attached:
 
     def discard(self) -> None:
         """Forget the gradients of this step, on all ranks, after those on their way have arrived."""
-        if self._table.compression is None:
+        if self._table.overlaps:
             self._leave(everything=True)
             for bundle in self._bundles:
                 for work in bundle.works:
@@ -183,7 +183,7 @@ class Attached:
                 )
             self._begun.add(name)
             self._bundles[index].missing -= 1
-            if self._bundles[index].missing == 0 and self._table.compression is None:
+            if self._bundles[index].missing == 0 and self._table.overlaps:
                 with torch.no_grad():
                     self._leave(everything=False)
 
@@ -207,7 +207,7 @@ class Attached:
                 )
             self._next += 1
 
-    def _step_by_codes(self, scale: float) -> None:
+    def _step_at_once(self, scale: float) -> None:
         everything = [
             pair for bundle in self._bundles for pair in zip(bundle.lot.names, bundle.parameters, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -82,9 +83,10 @@ def optimizer_state(table: Table, update: Optimizer) -> dict[str, Any]:
                 )
         mine[name] = fields
     lines = [json.dumps(mine).encode()]
-    if table.group is not None:
-        with table.operations.named("structure of the optimizer's state"):
-            lines = all_gather_bytes(lines[0], table.group)
+    group = table.group
+    if group is not None:
+        gather = functools.partial(all_gather_bytes, lines[0], group)
+        lines = table.operations.run("structure of the optimizer's state", gather)
     merged: dict[str, dict[str, Any]] = {}
     for line in lines:
         for name, fields in json.loads(line).items():
@@ -135,35 +137,38 @@ def save_optimizer(table: Table, path: str | os.PathLike[str]) -> None:
     table.settle()
     content = {"ringdp_kvstore_optimizer": _FORMAT, "optimizer": optimizer_state(table, table.update)}
 
+    group = table.group
+
     def write() -> None:
-        if table.rank == 0:
+        if group is None or group.rank() == 0:
             with whole_file(Path(path), f"the optimizer's state could not be written to {path}") as file:
                 torch.save(content, file)
 
-    if table.group is None:
+    if group is None:
         write()
         return
-    with table.operations.named("saving of the optimizer's state"):
-        together(write, table.group, "save_optimizer_states")
+    table.operations.run(
+        "saving of the optimizer's state", functools.partial(together, write, group, "save_optimizer_states")
+    )
 
 
 def load_optimizer(table: Table, path: str | os.PathLike[str]) -> None:
     """Rank 0 reads, all load."""
     table.settle()
+    group = table.group
 
     def read() -> bytes:
-        if table.rank != 0:
+        if group is not None and group.rank() != 0:
             return b""
         try:
             return Path(path).read_bytes()
         except OSError as error:
             raise SystemResourceError(f"load_optimizer_states: {path}: {error.strerror}") from error
 
-    if table.group is None:
-        content: bytes | bytearray = read()
-    else:
-        with table.operations.named("loading of the optimizer's state"):
-            content = broadcast_bytes(together(read, table.group, "load_optimizer_states"), 0, table.group)
+    def read_and_send() -> bytes | bytearray:
+        return read() if group is None else broadcast_bytes(together(read, group, "load_optimizer_states"), 0, group)
+
+    content = table.operations.run("loading of the optimizer's state", read_and_send)
     try:
         saved = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception as error:

@@ -78,7 +78,8 @@ class KVStore:
     keys, and they pull the same keys. Where they do not, all ranks raise a MismatchError with both sides' keys.
 
     A key of 4 KiB and more is cut into equal slices, one for each rank, which alone updates its slice and keeps the
-    optimizer's state of it; smaller keys are dealt to the ranks whole. Used by one thread at a time.
+    optimizer's state of it; smaller keys are dealt to the ranks whole. In an elastic job each rank has all of it, and
+    nothing is lost with a rank. Used by one thread at a time.
 
     Attributes:
         type: the name given to `create`.
@@ -93,12 +94,14 @@ class KVStore:
     @property
     def rank(self) -> int:
         """This rank's number among those of the store, from 0."""
-        return self._table.rank
+        group = self._table.group
+        return 0 if group is None else group.rank()
 
     @property
     def num_workers(self) -> int:
         """How many ranks the store has."""
-        return self._table.ranks
+        group = self._table.group
+        return 1 if group is None else group.size()
 
     def keys(self) -> list[str]:
         """The keys that all ranks have, as text."""
@@ -235,8 +238,7 @@ class KVStore:
         self._flush()
         table = self._table
         if table.group is not None:
-            with table.operations.named("barrier of a key-value store"):
-                dist.barrier(group=table.group)
+            table.operations.run("barrier of a key-value store", functools.partial(dist.barrier, group=table.group))
 
     # The treatment of pushes.
 

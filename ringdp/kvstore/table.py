@@ -1,8 +1,12 @@
-"""The keys of a store and this rank's slices of their values: sums pushes, runs updates, gathers values."""
+"""The keys of a store and this rank's slices of their values: sums pushes, runs updates, gathers values.
+
+In an elastic job each rank has all values and the whole state of the optimizer, so that none is lost with a rank: it
+adds up the pushes as a unit, and all ranks make the same updates."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
-from ringdp.job.elastic import refuse_where_elastic
+from ringdp.job.elastic import is_elastic, refuse_where_elastic
 from ringdp.kvstore.agreement import Operations, compare_settings, describe_keys, describe_names
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, describe, describe_type, flat, summed, unknown
@@ -47,10 +51,11 @@ class Table:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, average: bool, description: str) -> None:
-        refuse_where_elastic(group, "kvstore")
         self.group = group
-        self.rank = 0 if group is None else group.rank()
-        self.ranks = 1 if group is None else group.size()
+        self.replicated = group is not None and is_elastic(group)
+        self._owning = None if self.replicated else group  # the ranks that own slices; None: this one owns everything
+        self.rank = 0 if self._owning is None else self._owning.rank()
+        self.ranks = 1 if self._owning is None else self._owning.size()
         self.average = average
         self.update: Update = Assign()
         self.compression: CompressedPushes | None = None
@@ -103,6 +108,8 @@ class Table:
     def compress(self, compressor: Any) -> None:
         """Send pushes as codes from now on; None: exactly. The ranks compare it."""
         self.compression = None
+        if compressor is not None:
+            refuse_where_elastic(self.group, "compressed kvstore")
         if compressor is not None and self.group is not None and self.ranks > 1:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
@@ -167,14 +174,28 @@ class Table:
             self.keys[name] = Key(name, tuple(value.shape), value.dtype, device, cut)
             by_type.setdefault((value.dtype, device), []).append(name)
         for (_, device), names in by_type.items():
-            together = torch.cat([flat(new[name]).to(device) for name in names])
-            if self.group is not None and together.numel():
-                with self.operations.named(f"values of new keys {describe_names(names)}"):
-                    dist.broadcast(together, group=self.group, group_src=0)
+            together = self._of_first_rank(names, torch.cat([flat(new[name]).to(device) for name in names]))
             for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
                 self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
 
+    def _of_first_rank(self, names: Sequence[str], mine: Tensor) -> Tensor:
+        group = self.group
+        if group is None or not mine.numel():
+            return mine
+
+        def broadcast() -> Tensor:
+            values = mine.clone()
+            dist.broadcast(values, group=group, group_src=0)
+            return values
+
+        return self.operations.run(f"values of new keys {describe_names(names)}", broadcast)
+
     # Operations of all ranks.
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums may be on their way while backward goes on."""
+        return self.compression is None and not self.replicated
 
     def push(self, inputs: Mapping[str, Sequence[Tensor]], scale: float = 1.0) -> None:
         """Add up, or average, the ranks' pushes, and let the owners update their slices.
@@ -193,8 +214,10 @@ class Table:
                 targets = [self.slices[name] for name in lot.names]
             else:
                 targets = [torch.empty_like(self.slices[name]) for name in lot.names]
-            with self.operations.named(f"push {lot.label}{self.purpose(scale)}"):
-                lot.transfer.reduce_scatter(flats, targets, self.average)
+            self.operations.run(
+                f"push {lot.label}{self.purpose(scale)}",
+                functools.partial(lot.transfer.reduce_scatter, flats, targets, self.average),
+            )
             if scale != 1.0:
                 torch._foreach_mul_(targets, scale)
             sums |= zip(lot.names, targets, strict=True)
@@ -213,7 +236,7 @@ class Table:
         self, inputs: Mapping[str, Sequence[Tensor]], outputs: Mapping[str, Sequence[Tensor]], scale: float
     ) -> None:
         """`push`, then `pull` of the same keys."""
-        if len(inputs) == 1 and self.update.assigns and scale == 1.0 and self.compression is None:
+        if len(inputs) == 1 and self.update.assigns and scale == 1.0 and self.overlaps:
             (name,) = inputs
             key = self.keys[name]
             if self.group is not None and 0 < key.numel * key.dtype.itemsize <= _SMALL_BYTES:
@@ -230,8 +253,8 @@ class Table:
         """Copy the values into tensors of this rank, by name in the order that all ranks have."""
         for lot in self.lots(tuple(outputs)):
             targets = [self._target(name, outputs[name]) for name in lot.names]
-            with self.operations.named(f"pull {lot.label}"):
-                lot.transfer.all_gather([self.slices[name] for name in lot.names], targets)
+            slices = [self.slices[name] for name in lot.names]
+            self.operations.run(f"pull {lot.label}", functools.partial(lot.transfer.all_gather, slices, targets))
             for name, target in zip(lot.names, targets, strict=True):
                 _hand_out(target, outputs[name])
 
@@ -239,8 +262,11 @@ class Table:
         """Whole tensors, each gathered from the ranks' slices, of one dtype: for saved states. On all ranks."""
         keys = [dataclasses.replace(self.keys[name], dtype=piece.dtype) for name, piece in pieces.items()]
         outputs = {key.name: torch.empty(key.numel, dtype=key.dtype, device=key.device) for key in keys}
-        with self.operations.named(f"{what} {describe_names(list(pieces))}"):
-            Transfer(keys, self.group).all_gather(list(pieces.values()), list(outputs.values()))
+        transfer = Transfer(keys, self._owning)
+        self.operations.run(
+            f"{what} {describe_names(list(pieces))}",
+            lambda: transfer.all_gather(list(pieces.values()), list(outputs.values())),
+        )
         return {name: it.view(self.keys[name].shape) for name, it in outputs.items()}
 
     def purpose(self, scale: float) -> str:
@@ -262,7 +288,8 @@ class Table:
     def lot(self, names: Sequence[str]) -> Lot:
         """Keys of one dtype and device."""
         keys = [self.keys[name] for name in names]
-        return Lot(tuple(names), Transfer(keys, self.group), describe_keys(keys))
+        transfer = Transfer(keys, self._owning, summed_by=self.group if self.replicated else None)
+        return Lot(tuple(names), transfer, describe_keys(keys))
 
     # Private methods.
 

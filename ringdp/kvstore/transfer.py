@@ -45,11 +45,15 @@ class Transfer:
     Args:
         keys: in the order that all ranks have.
         group: whose ranks own the slices; None: this rank owns everything.
+        summed_by: without a group of owners, the group whose ranks' inputs are added up; None: this rank's alone.
     """
 
-    def __init__(self, keys: Sequence[Key], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, keys: Sequence[Key], group: dist.ProcessGroup | None, summed_by: dist.ProcessGroup | None = None
+    ) -> None:
         self.keys = tuple(keys)
         self._group = group
+        self._summed_by = summed_by
         self._rank = 0 if group is None else group.rank()
         ranks = 1 if group is None else group.size()
         alone = len(keys) == 1
@@ -90,6 +94,8 @@ class Transfer:
             self._pack(inputs)
         if self._group is None:
             self._mine.copy_(self._buffer)
+            if self._summed_by is not None and self._chunk:
+                self._summed_by.allreduce([self._mine], reducing(average)).wait()
             self.unpack(slices)
             return []
         sources = self._parts_of_all(inputs)

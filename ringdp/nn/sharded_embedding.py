@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp import _C, values
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged
 from ringdp.job.byte_collectives import alone, require_member, together
-from ringdp.job.elastic import refuse_where_elastic
+from ringdp.job.elastic import places
 from ringdp.kvstore.agreement import compare_settings
 from ringdp.nn import saved
 from ringdp.nn.bags import sum_bags
@@ -101,11 +101,11 @@ class ShardedEmbedding(nn.Module):
             given += f", admitted after {size.admit_after}, evicted after {size.evict_after}"
         solitary = group is None and alone("ringdp.nn.ShardedEmbedding")
         self._group = None if solitary else require_member(group, "ringdp.nn.ShardedEmbedding")
-        refuse_where_elastic(self._group, "embedding")
-        rank, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
-        self._rank, self._ranks = rank, ranks
+        self._owners: tuple[int, ...] = (0,)  # the ranks that have rows, as they were numbered at the job's beginning
 
         def check() -> SparseUpdate:
+            if self._group is not None:
+                self._owners = places(self._group)
             for name, value, known in (
                 ("mode", mode, _MODES),
                 ("reduce", reduce, ("mean", "sum")),
@@ -119,7 +119,7 @@ class ShardedEmbedding(nn.Module):
                 values.refuse("ShardedEmbedding", "num_embeddings", num_embeddings, "a number, a Growing or None")
             if not isinstance(begin, Tensor | Normal):
                 values.refuse("ShardedEmbedding", "weight", begin, "a tensor, a Normal or None")
-            _check_size(count, embedding_dim, ranks)
+            _check_size(count, embedding_dim, len(self._owners))
             if isinstance(begin, Tensor):
                 if count is None:
                     raise InvalidArgumentError("a growing table begins without rows: weight must be a Normal or None")
@@ -135,18 +135,30 @@ class ShardedEmbedding(nn.Module):
             advice="Give all ranks the same arguments",
         )
         self.num_embeddings, self.embedding_dim, self.mode = count, embedding_dim, mode
+        self._size, self._drawn, self._dtype, self._wire = size, drawn, dtype, wire
+        self._averages = reduce == "mean"
+        self._deal()
+        if isinstance(self._shard, FixedShard):
+            self._shard.fill(begin)
+        self._warned = False  # that rows are not in state_dict()
+
+    def _deal(self) -> None:
+        """Rows without values, for the ranks that there are."""
+        group, ranks = self._group, len(self._owners)
+        rank = 0 if group is None else self._owners.index(places(group)[group.rank()])
+        self._rank, self._ranks = rank, ranks
         self._shard: Shard
-        if isinstance(size, Growing):
-            self._shard = GrowingShard(rank, ranks, embedding_dim, self._update, dtype, size, drawn)
+        if isinstance(self._size, Growing):
+            self._shard = GrowingShard(
+                rank, ranks, self.embedding_dim, self._update, self._dtype, self._size, self._drawn
+            )
         else:
-            self._shard = fixed = FixedShard(RowOwners(size, rank, ranks), embedding_dim, self._update, dtype)
-            fixed.fill(begin)
-        self._exchange = RowExchange(self._shard, self._group if ranks > 1 else None, wire)
-        self._divisor = float(ranks) if reduce == "mean" else 1.0
+            self._shard = FixedShard(RowOwners(self._size, rank, ranks), self.embedding_dim, self._update, self._dtype)
+        self._exchange = RowExchange(self._shard, group if ranks > 1 else None, self._wire)
+        self._divisor = float(ranks) if self._averages else 1.0
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
-        self._warned = False  # that rows are not in state_dict()
 
     @property
     def local_rows(self) -> int:
@@ -164,6 +176,7 @@ class ShardedEmbedding(nn.Module):
             InvalidArgumentError: ids that are not rows, or shapes that do not fit.
             MismatchError: another rank's are not.
         """
+        self._require_owners()
         training = torch.is_grad_enabled() and self.training
         try:
             flat, begins = self._bags(ids, offsets)
@@ -187,6 +200,7 @@ class ShardedEmbedding(nn.Module):
 
         The ids travel at once. The rows do when `step` has updated them, so that results stay the same.
         """
+        self._require_owners()
         try:
             if self._ahead is not None:
                 raise InvalidStateError("prefetch was called before; forward has to use it first")
@@ -199,6 +213,7 @@ class ShardedEmbedding(nn.Module):
     @torch.no_grad()
     def step(self) -> None:
         """Send the gradients of all forwards since the last step to the owners, which update the rows; on all ranks."""
+        self._require_owners()
         used, self._used = self._used, []
         on_their_way = [
             self._exchange.begin_gradients(lookup, torch.zeros_like(rows) if rows.grad is None else rows.grad)
@@ -218,6 +233,7 @@ class ShardedEmbedding(nn.Module):
 
         An id of a growing table that has no row reads as zeros.
         """
+        self._require_owners()
         try:
             flat = self._flat(ids)
         except InvalidArgumentError as error:
@@ -235,17 +251,22 @@ class ShardedEmbedding(nn.Module):
         Raises:
             SystemResourceError: a file cannot be written; on all ranks.
         """
+        self._require_owners()
         path, rank, ranks = Path(folder), self._rank, self._ranks
         self._together(lambda: saved.write(path, self._shard, self._update, self._shape(), rank, ranks), "save")
         self._together(lambda: saved.write_index(path, self._update.step, ranks) if rank == 0 else None, "save")
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Read the files of `save` at any number of ranks; the folder has to have the files of all; on all ranks.
+        """Read the files of `save` at any number of ranks; the folder has to have the files of all; on all ranks. In an
+        elastic job whose table has lost rows it deals them to the ranks that are left.
 
         Raises:
             SystemResourceError: a file cannot be read; on all ranks.
             InvalidArgumentError: it is of another table or optimizer.
         """
+        if self._group is not None and (owners := places(self._group)) != self._owners:
+            self._owners = owners
+            self._deal()
         self._together(lambda: saved.read(Path(folder), self._shard, self._update, self._shape(), str(self)), "load")
 
     def extra_repr(self) -> str:
@@ -253,6 +274,19 @@ class ShardedEmbedding(nn.Module):
         return f"{size}, {self.embedding_dim}, mode={self.mode}, {self._update.describe()}"
 
     # Private methods.
+
+    def _require_owners(self) -> None:
+        """In an elastic job. All ranks that are left have gone through the change by then (`job.elastic`)."""
+        if self._group is None or len(self._owners) == 1 or (there := places(self._group)) == self._owners:
+            return
+        lost = [one for one in self._owners if one not in there]
+        names = ", ".join(map(str, lost))
+        raise MembershipChanged(
+            f"rows of this ShardedEmbedding were lost with rank{'s' * (len(lost) > 1)} {names}: load() its last save,"
+            " which deals them to the ranks that are left, and the model of the same step",
+            rank=self._group.rank(),
+            peer=lost[0],
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -141,17 +141,23 @@ def train(
     catch: bool = False,
     transport: str = "auto",
     in_backward: bool = False,
+    delayed: bool = False,
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
     `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
     `replace`: in this step the last layer is replaced.
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
-    `in_backward`: with optimizers that step in backward. `each_step`: a name in `EACH_STEP`, or "checkpoint".
+    `delayed`: a parameter's all-reduce is. `in_backward`: with optimizers that step in backward.
+    `each_step`: a name in `EACH_STEP`, or "checkpoint".
     `catch`: a step's error is told, and the process lives until the other ranks have ended the step."""
     os.environ["RINGDP_TRANSPORT"] = transport
     with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm, branches=branches, sparse=sparse)
-        model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})})
+        more: dict[str, Any] = dict(options or {})
+        if delayed:  # the gradient of `first` comes last
+            more["delay_all_reduce_named_params"] = [("middle.weight", net.middle.weight)]
+            more["param_to_hook_all_reduce"] = net.first.weight
+        model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **more})
         if hook:
             HOOKS[hook](model)
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
@@ -506,8 +512,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
     "default process group": lambda net: ringdp.RingDP(net, process_group=dist.new_group([0, 1])),
-    "key-value store": lambda net: ringdp.kvstore.create("dist_sync"),
-    "ShardedEmbedding": lambda net: ringdp.nn.ShardedEmbedding(10, 2),
+    "gradient compression": lambda net: ringdp.kvstore.create("dist_sync").set_gradient_compression("int8"),
     "DiLoCo": lambda net: ringdp.DiLoCo(net, _sgd(net), every=4),
     "sparse tensors": lambda net: dist.all_reduce(torch.eye(2).to_sparse()),
 }

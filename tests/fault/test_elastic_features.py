@@ -93,6 +93,12 @@ def test_optimizers_in_backward(tmp_path: Path, phase: str, accumulate: bool) ->
     assert len(set(told[0].parameters)) == 4  # each step has changed them
 
 
+@pytest.mark.parametrize("phase", sampled(list(PHASES), 1))
+def test_a_delayed_all_reduce(tmp_path: Path, phase: str) -> None:
+    """It follows the step, as a unit of its own."""
+    compare(tmp_path, 3, Faults().kill(1, 1, phase), delayed=True, width=8)
+
+
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
 def test_a_hook_that_says_that_it_is_repeatable(tmp_path: Path, phase: str) -> None:
     compare(tmp_path, 3, Faults().kill(1, 1, phase), hook="one's own")

@@ -75,9 +75,9 @@ def test_a_text() -> None:
         "reproducible=True and the communication hook power cannot be combined: it may mix the parameters of a bucket."
         " Set power.per_parameter = True if it does not"
     )
-    assert refusals.explain("elastic", "kvstore") == (
-        "--elastic (RINGDP_ELASTIC=1) and a key-value store cannot be combined: a lost rank's keys are lost. Train with"
-        " RingDP, or start without --elastic"
+    assert refusals.explain("elastic", "join") == (
+        "--elastic (RINGDP_ELASTIC=1) and torch's Join cannot be combined: ranks without input do not repeat steps."
+        " Give all ranks as many batches, or start without --elastic"
     )
 
 
