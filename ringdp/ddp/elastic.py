@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 
 from ringdp import config, refusals
 from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.job.backend import BACKEND, backend_of
-from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.job.elastic import is_elastic
 
 
 class Elastic(Feature):
@@ -36,20 +33,3 @@ class Elastic(Feature):
 
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
-
-
-def broadcast_in_unit(group: dist.ProcessGroup, what: str, tensors: list[torch.Tensor], broadcast: Any) -> None:
-    """`broadcast()` writes rank 0's values into these; made again, the new rank 0 sends those that it had before."""
-    before = [tensor.detach().clone() for tensor in tensors] if is_elastic(group) else []
-    first = True
-
-    def body() -> None:
-        nonlocal first
-        if not first:
-            with torch.no_grad():
-                for tensor, kept in zip(tensors, before, strict=True):
-                    tensor.copy_(kept)
-        first = False
-        broadcast()
-
-    as_unit(group, what, body)

@@ -23,7 +23,7 @@ import ringdp
 from ringdp import checkpoint
 from ringdp.compression import get
 from ringdp.compression.partition import bounds, owner_offset_of
-from ringdp.ddp import elastic as repair
+from ringdp.ddp import parameter_changes
 from ringdp.errors import MembershipChanged, RingError
 from tests.fault.faults import Faults
 from tests.fault.launch_jobs import wait_until
@@ -326,21 +326,21 @@ def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], her
 @contextlib.contextmanager
 def replacing(model: Any, optimizer: torch.optim.Optimizer, place: int, here: Callable[[str], None]) -> Iterator[None]:
     """The last layer is another one, whose values are rank 0's; a rank dies before it has sent them, or got them."""
-    net, send = model.module, repair.broadcast_in_unit
+    net, send = model.module, parameter_changes.as_unit
     torch.manual_seed(place)
     for parameter in net.last.parameters():
         optimizer.state.pop(parameter)
     net.last = nn.Linear(net.last.in_features, 1)
     optimizer.param_groups[0]["params"] = list(net.parameters())
 
-    def dying_send(group: Any, what: str, tensors: Any, broadcast: Callable[[], None]) -> None:
+    def dying_send(group: Any, what: str, body: Callable[[], Any], *, writes: Any = ()) -> Any:
         def dying_broadcast() -> None:
             here("new parameters")
-            broadcast()
+            body()
 
-        send(group, what, tensors, dying_broadcast)
+        return send(group, what, dying_broadcast if writes else body, writes=writes)
 
-    with mock.patch.object(repair, "broadcast_in_unit", dying_send):
+    with mock.patch.object(parameter_changes, "as_unit", dying_send):
         yield
 
 
@@ -454,10 +454,6 @@ def _hook_of_the_program(state, bucket):  # type: ignore[no-untyped-def]  # noqa
     raise NotImplementedError
 
 
-def _sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), 0.1)
-
-
 class Counting:
     """A user's, whose calls change it."""
 
@@ -472,7 +468,6 @@ class Counting:
 
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "Counting": lambda net: ringdp.RingDP(net, compression=Counting()),
-    "LocalSGD": lambda net: ringdp.LocalSGD(net, _sgd(net), every=4),
     "sparse gradients": lambda net: ringdp.RingDP(nn.Embedding(5, 2, sparse=True)),
     "communication hook noop_hook": lambda net: ringdp.RingDP(net).register_comm_hook(None, ringdp.hooks.noop_hook),
     "_hook_of_the_program": lambda net: ringdp.RingDP(net).register_comm_hook(None, _hook_of_the_program),
@@ -480,11 +475,10 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
         dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
-    "default process group": lambda net: ringdp.RingDP(net, process_group=dist.new_group([0, 1])),
+    "another backend than ring": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
     "BalancedSampler": lambda net: ringdp.data.BalancedSampler(100, 10),
     "key-value store": lambda net: ringdp.kvstore.create("dist_sync"),
     "ShardedEmbedding": lambda net: ringdp.nn.ShardedEmbedding(10, 2),
-    "DiLoCo": lambda net: ringdp.DiLoCo(net, _sgd(net), every=4),
     "sparse tensors": lambda net: dist.all_reduce(torch.eye(2).to_sparse()),
 }
 """By words of the refusal."""
