@@ -90,6 +90,7 @@ class DiLoCo:
         who = type(self).__name__
         members = require_member(process_group, f"ringdp.{who}")
         chosen_outer = dict(outer_steps.DEFAULT) if outer is None else outer
+        together = model.process_group if isinstance(model, DistributedDataParallel) else None
 
         def checked() -> tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]:
             optimizers = start.checked_optimizers(who, inner)
@@ -105,7 +106,7 @@ class DiLoCo:
                 average_momenta=self._average_momenta,
                 parameters=len(parameters),
             )
-            start.check_group(who, settings, members)
+            start.check_group(who, settings, members, together)
             start.check_scaler(who, scaler)
             return settings, parameters, optimizers
 
@@ -126,7 +127,6 @@ class DiLoCo:
         count = len(self._fragments)
         self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
         self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
-        together = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._pace = Pace(self._settings.schedule(), who, own, together)
         self._frozen = start.frozen(model)
         self._known = {id(one.parameter) for one in (*self._parameters, *self._frozen)}  # which these lists keep alive

@@ -15,7 +15,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
-from ringdp.job.elastic import as_unit
+from ringdp.job.elastic import as_unit, refuse_where_elastic
 from ringdp.rounds.fragments import local_part
 from ringdp.rounds.settings import Settings
 
@@ -92,8 +92,11 @@ def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
         )
 
 
-def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
-    """Raises InvalidArgumentError where the group cannot carry codes."""
+def check_group(who: str, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
+    """Raises InvalidArgumentError where the group cannot carry codes, or its members may change and it has not those of
+    `inside`, which a RingDP keeps in step."""
+    if inside is not None and not set(dist.get_process_group_ranks(inside)) <= set(dist.get_process_group_ranks(group)):
+        refuse_where_elastic(group, "rounds between", who)
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"

@@ -131,17 +131,22 @@ def train(
     replace: int | None = None,
     catch: bool = False,
     transport: str = "auto",
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
     `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
     `replace`: in this step the last layer is replaced.
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
     `each_step`: a name in `EACH_STEP`, or "checkpoint".
+    `groups`: the places that train together; () for all.
     `catch`: a step's error is told, and the process lives until the other ranks have ended the step."""
     os.environ["RINGDP_TRANSPORT"] = transport
     with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm, branches=branches)
-        model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})})
+        given = {"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})}
+        if groups:
+            given["process_group"] = group_of(groups, places)
+        model = ringdp.RingDP(net, **given)
         if hook:
             HOOKS[hook](model)
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
@@ -177,16 +182,25 @@ def train(
                 save(folder, step, model, here)
             elif each_step:
                 told.extra.setdefault(each_step, []).append(EACH_STEP[each_step](model, place))
-            told.sizes.append(ringdp.world_size())
-            told.ranks.append(ringdp.rank())
+            told.sizes.append(model.process_group.size())
+            told.ranks.append(model.process_group.rank())
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
         told.extra["coded"] = sum(row["bytes_before"] - row["bytes_after"] for row in model.reducer.bucket_rows())
         compression = (options or {}).get("compression")
         told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
+        told.own |= {"model": model_state, "optimizer": optimizer.state_dict()} if groups else {}
         told.own |= {"residuals": model.reducer.take_residuals(list(range(len(list(model.parameters())))))}
     return told
+
+
+def group_of(groups: Sequence[Sequence[int]], places: tuple[int, ...] | None) -> dist.ProcessGroup:
+    """Of those that are in the job: this rank's one."""
+    known = tuple(range(ringdp.world_size())) if places is None else places
+    ranks = [[known.index(place) for place in group if place in known] for group in groups]
+    mine, _ = dist.new_subgroups_by_enumeration([group for group in ranks if group])
+    return mine
 
 
 def in_python(compression: Any) -> bool:

@@ -19,7 +19,7 @@ import ringdp
 from ringdp import _C
 from ringdp.compression.partition import owner_offset_of
 from ringdp.rounds import diloco, exchange
-from tests.fault.elastic_jobs import Net, Told, batch, hexadecimal, telling
+from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, telling
 from tests.fault.faults import Faults
 
 LAST = 9
@@ -51,16 +51,18 @@ def train(
     finish: bool = False,
     infinite: tuple[int, int] | None = None,
     mean_each: int = 0,
+    sites: tuple[tuple[int, ...], ...] = (),
 ) -> Told:
     """`gradients` of what it tells are the global parameters. `samples`: ranks count by them.
+    `sites`: of places; the ranks of each average their gradients.
     `infinite`: in that step of that place the parameters become so. `mean_each`: a metric, after so many steps."""
     with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm)
         inner = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
         given = {"outer": OUTER[outer]} if kind == "DiLoCo" else {}
         with watched(faults, place, told) as watch:
-            rounds = getattr(ringdp, kind)(net, inner, **given, **(options or {}))
-            watch.rounds = rounds
+            model = of_a_site(net, sites, place, places, elastic=elastic) if sites else net
+            rounds = getattr(ringdp, kind)(model, inner, **given, **(options or {}))
             if state is not None:
                 net.load_state_dict(state["model"])
                 inner.load_state_dict(state["inner"])
@@ -71,7 +73,7 @@ def train(
                 x, y = batch(place, step)
                 count = 4 + (place + step) % 4 if samples else 8
                 inner.zero_grad()
-                (net(x[:count]) - y[:count]).square().mean().backward()
+                (model(x[:count]) - y[:count]).square().mean().backward()
                 if infinite == (place, step):
                     torch.nn.init.constant_(net.last.bias, torch.inf)
                 if samples:
@@ -89,6 +91,18 @@ def train(
         told.own = {"model": net.state_dict(), "inner": inner.state_dict(), "rounds": of_owners(rounds.state_dict())}
         told.extra["stats"] = rounds.stats()
     return told
+
+
+def of_a_site(
+    net: nn.Module, sites: tuple[tuple[int, ...], ...], place: int, places: tuple[int, ...] | None, *, elastic: bool
+) -> nn.Module:
+    if not elastic:
+        return ringdp.RingDP(net, process_group=group_of(sites, places))
+    os.environ["RINGDP_SITE"] = next(str(number) for number, site in enumerate(sites) if place in site)
+    inside, between = ringdp.levels()
+    del os.environ["RINGDP_SITE"]
+    assert between is dist.group.WORLD
+    return ringdp.RingDP(net, process_group=inside)
 
 
 class Incomplete:
@@ -115,14 +129,16 @@ class Watch:
 
     def __init__(self, faults: Faults, place: int, told: Told) -> None:
         self._faults, self._place, self._told = faults, place, told
-        self.step, self.rounds = 0, None
+        self.step, self.by_time = 0, False
 
     def here(self, phase: str) -> None:
         self._faults.at(self._place, self.step)(phase)
 
     def start(self, original: Any, it: Any, name: str, mine: Any, **named: Any) -> Any:
         self.here("leaving")
-        flight = original(it, name, dataclasses.replace(mine, step_s=self._place + 1.0), **named)
+        if not self.by_time:  # which needs the seconds
+            mine = dataclasses.replace(mine, step_s=self._place + 1.0)
+        flight = original(it, name, mine, **named)
         self.here("sent")
         return flight
 
@@ -150,8 +166,8 @@ class Watch:
     def land(self, original: Any, it: Any, number: int, flight: Any) -> Any:
         arrival = original(it, number, flight)
         self.here("landed")
-        members = [round(one.step_s) - 1 for one in arrival.records]
-        self._told.extra.setdefault("members", []).append((min(self.step, LAST), members))
+        members = [0 if self.by_time else round(one.step_s) - 1 for one in arrival.records]
+        self._told.extra.setdefault("members", []).append((self.step, members))
         return arrival
 
 
@@ -201,6 +217,7 @@ def unequal(folder: str, faults: Faults) -> dict[str, Any]:
         net = Net(8)
         inner = torch.optim.SGD(net.parameters(), 0.05)
         with watched(faults, place, told) as watch:
+            watch.by_time = True
             rounds = ringdp.DiLoCo(net, inner, every=4, fragments=ringdp.Fragments(2, delay=1), unequal=True)
             while rounds.round < 6:
                 watch.step = rounds.round

@@ -38,9 +38,9 @@ def compare(folder: Path, world: int, faults: Faults, **options: Any) -> dict[in
     made = [one.extra["members"] for one in told.values()]
     assert all(one == made[0] for one in made), made
     at_once = options["options"].get("fragments", Fragments()).delay == 0
-    for fault in (it for it in faults.all if it.rank in died):
-        check_members(made[0], fault, min(fault.step, jobs.LAST), at_once=at_once)
-    by_step = [{tuple(it) for at, it in made[0] if at == step} for step in jobs.STEPS]
+    for fault in (it for it in faults.all if it.ends and it.rank in died):
+        check_members(made[0], fault, at_once=at_once)
+    by_step = [{tuple(it) for at, it in made[0] if min(at, jobs.LAST) == step} for step in jobs.STEPS]
     if all(len(it) < 2 for it in by_step):  # else no other job has fragments of one step over other ranks
         following = [tuple(told)]
         for members in reversed(by_step):
@@ -49,14 +49,14 @@ def compare(folder: Path, world: int, faults: Faults, **options: Any) -> dict[in
     return told
 
 
-def check_members(made: list[tuple[int, list[int]]], fault: Fault, fault_step: int, *, at_once: bool) -> None:
+def check_members(made: list[tuple[int, list[int]]], fault: Fault, *, at_once: bool) -> None:
     """Whether the lost rank has its part in each mean, as far as that does not depend on who was faster."""
     for step, members in made:
-        before = step < fault_step or (step == fault_step and fault.phase in BEHIND)
-        behind = step > fault_step or (step == fault_step and fault.phase in BEFORE)
+        before = step < fault.step or (step == fault.step and fault.phase in BEHIND)
+        behind = step > fault.step or (step == fault.step and fault.phase in BEFORE)
         if before:
             assert fault.rank in members, (step, members, fault)
-        elif behind and (at_once or step > fault_step + 1):
+        elif behind and (at_once or step > fault.step + 1):
             assert fault.rank not in members, (step, members, fault)
 
 
@@ -115,8 +115,42 @@ def test_rounds_by_time(tmp_path: Path, phase: str) -> None:
     outcomes = run_outcomes(jobs.unequal, str(tmp_path), faults, world_size=3, backend=None)
     told = survivors(outcomes, faults.ended())
     assert told[0]["parameters"] == told[2]["parameters"]
-    assert [it for _, it in told[0]["members"]] == [it for _, it in told[2]["members"]]
-    assert told[0]["members"][-1][1] == [0, 2]
+    sizes = [len(it) for _, it in told[0]["members"]]
+    assert sizes == [len(it) for _, it in told[2]["members"]]
+    assert (sizes[0], sizes[-1]) == (3, 2)
+
+
+SITES = ((0, 2), (1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    sampled(
+        [
+            Faults().kill(3, 3, "forward"),
+            Faults().kill(0, 4, "after").kill(4, 7, "forward"),
+            Faults().kill(2, 2, "landed").kill(0, 5, "forward"),  # the last one of a site
+            Faults().kill(0, 3, "forward").kill(2, 3, "forward"),
+        ],
+        2,
+    ),
+)
+@pytest.mark.parametrize("compression", [None, *sampled([Int8(error_feedback=True)], 0)])
+def test_sites_that_lose_a_rank(tmp_path: Path, faults: Faults, compression: Any) -> None:
+    """One goes on with the others, and one that has none left is taken out."""
+    options: dict[str, Any] = {"every": 2, "compression": compression}
+    compare(tmp_path, 5, faults, options=options, sites=SITES)
+
+
+@pytest.mark.parametrize("phase", sampled(["leaving", "between", "sent", "done"], 1))
+def test_a_site_that_loses_a_rank_in_the_exchange(tmp_path: Path, phase: str) -> None:
+    """Its gradient of that step is in the site's mean."""
+    faults = Faults().kill(3, 4, phase)
+    told = live(tmp_path, 5, faults, jobs.train, jobs.STEPS, options={"every": 2}, sites=SITES)
+    assert all(one.gradients == told[0].gradients for one in told.values())
+    assert told[1].parameters == told[4].parameters
+    assert told[0].parameters == told[2].parameters
+    assert told[1].parameters[2] != told[0].parameters[2]  # between rounds
 
 
 def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
