@@ -490,6 +490,9 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
     "another backend than ring": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
+    "between some of the ranks": lambda net: ringdp.LocalSGD(
+        ringdp.RingDP(net), torch.optim.SGD(net.parameters(), 0.1), process_group=dist.new_group([ringdp.rank()])
+    ),
     "BalancedSampler": lambda net: ringdp.data.BalancedSampler(100, 10),
     "key-value store": lambda net: ringdp.kvstore.create("dist_sync"),
     "ShardedEmbedding": lambda net: ringdp.nn.ShardedEmbedding(10, 2),
