@@ -176,7 +176,9 @@ class DiLoCo:
         self._take(turn)
         for fragment in self._fragments:
             fragment.write(fragment.total)
-        start.average_buffers(self._model, self._members, f"{self._settings.who} {self._pace.schedule.label()}: buffers")
+        start.average_buffers(
+            self._model, self._members, f"{self._settings.who} {self._pace.schedule.label()}: buffers"
+        )
 
     def detach(self) -> None:
         """Leave the inner optimizer alone from now on."""

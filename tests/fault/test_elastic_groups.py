@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ringdp.compression import Int8, TopK
-from tests.fault.elastic_oracle import compare, survivors
+from ringdp.compression import Int8
 from tests.fault import elastic_group_jobs as jobs
+from tests.fault.elastic_oracle import compare, survivors
 from tests.fault.faults import PHASES, Faults, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
@@ -36,9 +36,7 @@ def test_two_groups_lose_ranks_in_turn(tmp_path: Path) -> None:
 def test_numbers_of_ranks_are_those_of_the_default_group(tmp_path: Path) -> None:
     """It learns of the loss later, in an operation of its own; a group that is made then has its numbers."""
     faults = Faults().kill(0, 1)
-    told = survivors(
-        run_outcomes(jobs.numbers, str(tmp_path), faults, world_size=4, backend=None), faults.ended()
-    )
+    told = survivors(run_outcomes(jobs.numbers, str(tmp_path), faults, world_size=4, backend=None), faults.ended())
     assert told[1]["before"] == ([1, 3], 0, 2)
     assert told[2]["before"] == ([2], 0, 1)
     assert told[1]["after"] == ([0, 2], 0, 2)
