@@ -388,7 +388,7 @@ class DiLoCo:
 
 
 def _group_of_rounds(members: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
-    """The group that exchanges fragments; None for one rank alone. In an elastic job `members` itself, which follows."""
+    """The group that exchanges fragments; None for one rank alone. In an elastic job `members` itself."""
     if members.size() == 1:
         return None
     return members if is_elastic(members) else sibling_groups(members, device, 1, purpose="rounds")[0]

@@ -252,7 +252,7 @@ class FragmentExchange:
         from ringdp import _C
 
         assert self.group is not None
-        if self._owned and self._view == (view := _C.view_of(self.group)):
+        if self._owned and self._view == _C.view_of(self.group):
             return
         ranks = self.ranks
         for piece in self.fragment.pieces:
