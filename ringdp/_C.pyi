@@ -487,7 +487,7 @@ def before_first_unit(process_group: ProcessGroup) -> bool:
     different places of the program, so operations of later units wait for the first one.
     """
 
-def before_unit(body: Callable) -> None:
+def before_unit(body: Callable[[], object]) -> None:
     """Calls `body()`, whose operations belong to a later unit, which waits for them."""
 
 def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
