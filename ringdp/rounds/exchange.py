@@ -271,7 +271,9 @@ class FragmentExchange:
     def _arrive(self, flight: Flight, beside: Beside | None) -> Arrival:
         from ringdp import _C
 
-        if self._elastic and flight.view != _C.view_of(self.group):
+        group = self.group
+        assert group is not None
+        if self._elastic and flight.view != _C.view_of(group):
             self._send_again(flight)
         for work in flight.works:
             work.wait()

@@ -439,7 +439,7 @@ ROUNDS = [
     in_python(
         "a fragment is not sent again where another unit has told of the loss",
         "rounds/exchange.py",
-        "if self._elastic and flight.view != _C.view_of(self.group):",
+        "if self._elastic and flight.view != _C.view_of(group):",
         "if self._elastic and (flight.view == 0 or not all(it.is_completed() for it in flight.works)):",
         ROUNDS_AGAIN,
     ),
