@@ -534,6 +534,14 @@ def ask_rows(ids: torch.Tensor, rows: int, factor: int, ranks: int) -> tuple[tor
     is row place // ranks of rank place % ranks, as int32 rows of their owners, owner by owner.
     """
 
+def before_first_unit(process_group: ProcessGroup) -> bool:
+    """Whether no unit was completed in the present view, which is not the first: ranks may have entered it at
+    different places of the program, so operations of later units wait for the first one.
+    """
+
+def before_unit(body: Callable[[], object]) -> None:
+    """Calls `body()`, whose operations belong to a later unit, which waits for them."""
+
 def carried(process_group: ProcessGroup) -> dict[int, tuple[int, float, float, int]]:
     """By rank in the group, of the peers reached over TCP: bytes that have arrived there, the seconds in which
     there was something to carry, the round trip in seconds, and bytes a second lately.
@@ -702,6 +710,9 @@ def low_rank_project_back(
 
 def make_lasting_group(store: Store, rank: int, size: int) -> ProcessGroup:
     """torch's ProcessGroup, whose rank and size are those of an elastic group's present members."""
+
+def members_of(process_group: ProcessGroup) -> list[int]:
+    """The present members: their ranks at the start of the job."""
 
 def most_steps() -> int:
     """Backwards that averaged gradients, of the wrapper of this process that had most."""

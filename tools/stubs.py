@@ -51,6 +51,7 @@ TYPES: dict[str, dict[str, str]] = {
         "create_process_group(pending)": "PendingMesh | None",
         "fail_future(exception)": "BaseException",
         "on_change(listener)": "Callable[[int, list[int], list[str], str, bool, bool], object]",
+        "before_unit(body)": "Callable[[], object]",
         "run_unit(body)": "Callable[[], object]",
         "find_codec": "CodecLibrary | None",
         "registered_transports": "list[dict[str, Any]]",

@@ -82,20 +82,3 @@ def with_losses_in_future(hook: Hook) -> Hook:
             return failed(error, bucket.buffer().device)
 
     return call
-
-
-def broadcast_in_unit(group: dist.ProcessGroup, what: str, tensors: list[torch.Tensor], broadcast: Any) -> None:
-    """`broadcast()` writes rank 0's values into these; made again, the new rank 0 sends those that it had before."""
-    before = [tensor.detach().clone() for tensor in tensors] if is_elastic(group) else []
-    first = True
-
-    def body() -> None:
-        nonlocal first
-        if not first:
-            with torch.no_grad():
-                for tensor, kept in zip(tensors, before, strict=True):
-                    tensor.copy_(kept)
-        first = False
-        broadcast()
-
-    as_unit(group, what, body)

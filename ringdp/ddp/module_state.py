@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringdp.compression.tensor_parts import Held, Treatment, held, held_by, is_plain, why_not_averaged
-from ringdp.ddp import elastic as repair
 from ringdp.ddp.elastic import Elastic
 from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.job.backend import named
+from ringdp.job.elastic import as_unit
 
 _log = logging.getLogger("ringdp.parallel")
 _NAMES_SHOWN = 4
@@ -135,10 +135,7 @@ class SentState(Feature):
                 send()
 
         try:
-            if ddp.ringdp_features[Elastic].repairs:
-                repair.broadcast_in_unit(ddp.process_group, "the buffers' broadcast", tensors, named_send)
-            else:
-                named_send()
+            as_unit(ddp.process_group, "the buffers' broadcast", named_send, writes=tensors)
         except MismatchError as error:
             if not changes or self._agreed is None:
                 raise

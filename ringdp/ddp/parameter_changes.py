@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ringdp import refusals
 from ringdp.compression.parameters import ModelParameter, model_parameters, never_reduced
 from ringdp.compression.tensor_parts import Held, held
-from ringdp.ddp import elastic as repair
 from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.ddp.mixed_precision import in_backward
 from ringdp.ddp.model_check import check_same_model
@@ -232,7 +231,7 @@ class ReducedParameters(Feature):
             with named(f"new parameters: {changes}"):
                 dist._broadcast_coalesced(group, new, ddp.broadcast_bucket_size, 0)  # type: ignore[attr-defined]
 
-        repair.broadcast_in_unit(group, "the broadcast of new parameters", new, broadcast)
+        as_unit(group, "the broadcast of new parameters", broadcast, writes=new)
 
     def _lay_out(self, ddp: FeaturedDDP, changes: ParameterChanges, after: list[ModelParameter]) -> None:
         """Give these parameters to the reducer and to all parts that number parameters as it does."""

@@ -1,12 +1,15 @@
-"""Jobs that go on without lost ranks (``ringrun --elastic``): the group, and its units.
+"""Jobs that go on without lost ranks (``ringrun --elastic``): their groups, and units.
 
 The default process group of such a job outlives its members: `ringdp.rank` and `ringdp.world_size` are those of the
-ranks that are left, and change only inside a backward, a unit, or where `MembershipChanged` is raised.
+ranks that are left, and change only inside a backward, a unit, or where `MembershipChanged` is raised. So does each
+group of some ranks, by itself, when it is used next. torch's numbers of a group's ranks are those that they have in the
+default group now.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ringdp import config, refusals
@@ -22,7 +26,7 @@ from ringdp.errors import InvalidArgumentError
 
 _log = logging.getLogger("ringdp.elastic")
 Result = TypeVar("Result")
-_views: dict[int, tuple[int, ...]] = {}  # of the default group
+_views: dict[str, dict[int, tuple[int, ...]]] = {}  # members of the views of each group, by its name
 
 
 def is_elastic(group: dist.ProcessGroup) -> bool:
@@ -38,7 +42,9 @@ def refuse_where_elastic(group: dist.ProcessGroup | None, feature: str, name: st
         refusals.refuse("elastic", feature, name)
 
 
-def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> Result:
+def as_unit(
+    group: dist.ProcessGroup, what: str, body: Callable[[], Result], *, writes: Sequence[torch.Tensor] = ()
+) -> Result:
     """Run `body()` as a unit on all ranks of the group: it counts when it has returned on all. After the loss of a rank
     the ranks that are left call it again, unless it had returned on all of them.
 
@@ -47,6 +53,7 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
     Args:
         what: for the log.
         body: its operations on the group may be repeated; it must have no other effect before it counts.
+        writes: tensors into which it writes; where it is called again, they have their old values.
 
     Raises:
         MembershipChanged: a rank was lost while an operation outside units was unfinished.
@@ -55,8 +62,19 @@ def as_unit(group: dist.ProcessGroup, what: str, body: Callable[[], Result]) -> 
         return body()
     from ringdp import _C
 
+    before = [tensor.detach().clone() for tensor in writes]
     results: list[Result] = []
-    _C.run_unit(group, what, lambda: results.append(body()))
+    calls = 0
+
+    def from_the_old_values() -> None:
+        nonlocal calls
+        with torch.no_grad():
+            for tensor, kept in zip(writes, before, strict=True) if calls else ():
+                tensor.copy_(kept)
+        calls += 1
+        results.append(body())
+
+    _C.run_unit(group, what, from_the_old_values)
     return results[-1]
 
 
@@ -70,7 +88,7 @@ def places(group: dist.ProcessGroup, view: int | None = None) -> tuple[int, ...]
         return tuple(range(group.size()))
     from ringdp import _C
 
-    return _views[_C.view_of(group) if view is None else view]
+    return tuple(_C.members_of(group)) if view is None else _views[group.group_name][view]
 
 
 # For `init`.
@@ -95,6 +113,7 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
 
 
 _making = False
+_plain = False
 
 
 def making() -> bool:
@@ -104,7 +123,7 @@ def making() -> bool:
 
 @contextlib.contextmanager
 def lasting_groups() -> Iterator[None]:
-    """Inside the block the default group of torch.distributed is made elastic."""
+    """Inside the block groups of torch.distributed are made elastic."""
     global _making
     from ringdp import _C
 
@@ -126,28 +145,82 @@ def lasting_groups() -> Iterator[None]:
         torchs.ProcessGroup = torchs_own
 
 
-def follow(group: dist.ProcessGroup) -> None:
-    """The group has been made: its rank and size follow its members, and the launcher lets ranks die from now on."""
-    from ringdp import _C
+@contextlib.contextmanager
+def plain_groups() -> Iterator[None]:
+    """Inside the block new process groups keep their members."""
+    global _plain
+    before, _plain = _plain, True
+    try:
+        yield
+    finally:
+        _plain = before
 
-    _views.clear()
-    _views[_C.view_of(group)] = tuple(range(group.size()))
-    _C.follow_view(group)
-    _C.on_change(group, _changed)
+
+def follow(group: dist.ProcessGroup) -> None:
+    """The default group has been made: its rank and size follow its members, as those of new groups will, and the
+    launcher lets ranks die from now on."""
+    _follow(group)
+    _let_new_groups_follow()
     if (report := config.report_file()) is not None:
         with contextlib.suppress(OSError):
             Path(report).with_name(config.ELASTIC_MARK).touch()
 
 
-def _changed(view: int, members: Sequence[int], lost: Sequence[str], cause: str, counted: bool, replay: bool) -> None:
-    """Update torch's own list of the group's ranks after a change of its members."""
-    _views[view] = tuple(members)
+def _follow(group: dist.ProcessGroup) -> None:
+    from ringdp import _C
+
+    views = _views[group.group_name] = {_C.view_of(group): tuple(_C.members_of(group))}
+    _C.follow_view(group)
+    _C.on_change(group, functools.partial(_changed, views))
+
+
+def _let_new_groups_follow() -> None:
+    """What makes the groups of ``torch.distributed`` makes elastic ones, where the default group is one."""
     torchs: Any = dist.distributed_c10d
-    group = dist.group.WORLD
-    if group in torchs._world.pg_group_ranks:
-        torchs._world.pg_group_ranks[group] = {rank: rank for rank in range(len(members))}
-    if len(members) > 0 and group is not None and group.rank() == 0:
-        _mark_first()
+    torchs_own = torchs._new_process_group_helper
+    if getattr(torchs_own, "of_ringdp", False):
+        return
+
+    @functools.wraps(torchs_own)
+    def make(*given: Any, **named: Any) -> Any:
+        world = dist.group.WORLD
+        if _plain or world is None or not is_elastic(world):
+            return torchs_own(*given, **named)
+        with lasting_groups():
+            made = torchs_own(*given, **named)
+        if is_elastic(made[0]):
+            _follow(made[0])
+        return made
+
+    make.of_ringdp = True  # type: ignore[attr-defined]
+    torchs._new_process_group_helper = make
+
+
+def _changed(
+    views: dict[int, tuple[int, ...]],
+    view: int,
+    members: Sequence[int],
+    lost: Sequence[str],
+    cause: str,
+    counted: bool,
+    replay: bool,
+) -> None:
+    """Update torch's own lists of the groups' ranks after a change of the members of one."""
+    from ringdp import _C
+
+    views[view] = tuple(members)
+
+    torchs: Any = dist.distributed_c10d
+    world = dist.group.WORLD
+    if world is not None and is_elastic(world):
+        numbers = {place: rank for rank, place in enumerate(_C.members_of(world))}
+        for group in [it for it in torchs._world.pg_group_ranks if is_elastic(it)]:
+            places = _C.members_of(group)
+            torchs._world.pg_group_ranks[group] = {
+                numbers[place]: rank for rank, place in enumerate(places) if place in numbers
+            }
+        if len(numbers) > 0 and world.rank() == 0:
+            _mark_first()
     _log.debug("view %d: places %s; lost %s (%s)", view, list(members), list(lost), cause)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ringdp.job.backend import BACKEND, backend_of, timeout_of
 from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.job.elastic import plain_groups
 
 _NAME_BYTES = 32
 
@@ -35,16 +36,17 @@ def _sibling(group: dist.ProcessGroup, device: torch.device, name: str, descript
     torchs: Any = dist.distributed_c10d  # only its own functions take a name
     ranks = dist.get_process_group_ranks(group)
     backend = backend_of(group, device.type)
-    made, _ = torchs._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        dist.Backend(f"{device.type}:{backend}"),
-        torchs._get_default_store(),
-        name,
-        timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
-        group_desc=description,
-    )
+    with plain_groups():
+        made, _ = torchs._new_process_group_helper(
+            len(ranks),
+            group.rank(),
+            ranks,
+            dist.Backend(f"{device.type}:{backend}"),
+            torchs._get_default_store(),
+            name,
+            timeout=timeout_of(group, device.type) or torchs._get_default_timeout(backend),
+            group_desc=description,
+        )
     if backend == BACKEND:
         from ringdp import _C
 

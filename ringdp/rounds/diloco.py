@@ -22,12 +22,12 @@ from ringdp import values
 from ringdp.compression import Compression, CompressorLike
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.job.backend import named
 from ringdp.job.byte_collectives import device_for, require_member
+from ringdp.job.elastic import is_elastic
 from ringdp.job.sibling_group import sibling_groups
 from ringdp.rounds import outer as outer_steps
 from ringdp.rounds import start, state
-from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
+from ringdp.rounds.exchange import Arrival, Beside, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, dealt, local_part
 from ringdp.rounds.not_finite import log_not_finite, start_over
 from ringdp.rounds.pace import Pace
@@ -90,6 +90,7 @@ class DiLoCo:
         who = type(self).__name__
         members = require_member(process_group, f"ringdp.{who}")
         chosen_outer = dict(outer_steps.DEFAULT) if outer is None else outer
+        together = model.process_group if isinstance(model, DistributedDataParallel) else None
 
         def checked() -> tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]:
             optimizers = start.checked_optimizers(who, inner)
@@ -105,7 +106,7 @@ class DiLoCo:
                 average_momenta=self._average_momenta,
                 parameters=len(parameters),
             )
-            start.check_group(who, settings, members)
+            start.check_group(who, settings, members, together)
             start.check_scaler(who, scaler)
             return settings, parameters, optimizers
 
@@ -120,13 +121,12 @@ class DiLoCo:
             for indices in dealt(sizes, self._settings.fragments)
         ]
         self._outer = outer_steps.outer_steps(chosen_outer, [one.total for one in self._fragments])
-        own = sibling_groups(members, device, 1, purpose="rounds")[0] if members.size() > 1 else None
+        own = _group_of_rounds(members, device)
         self._exchanges = [FragmentExchange(one, own, self._settings.codec) for one in self._fragments]
         self._flights: dict[int, Flight] = {}
         count = len(self._fragments)
         self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
         self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
-        together = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._pace = Pace(self._settings.schedule(), who, own, together)
         self._frozen = start.frozen(model)
         self._known = {id(one.parameter) for one in (*self._parameters, *self._frozen)}  # which these lists keep alive
@@ -176,8 +176,9 @@ class DiLoCo:
         self._take(turn)
         for fragment in self._fragments:
             fragment.write(fragment.total)
-        with named(f"{self._settings.who} {self._pace.schedule.label()}: buffers"):
-            start.average_buffers(self._model, self._members)
+        start.average_buffers(
+            self._model, self._members, f"{self._settings.who} {self._pace.schedule.label()}: buffers"
+        )
 
     def detach(self) -> None:
         """Leave the inner optimizer alone from now on."""
@@ -288,9 +289,9 @@ class DiLoCo:
 
     def _leave(self, number: int, *, exact: bool) -> None:
         fragment, exchange, settings = self._fragments[number], self._exchanges[number], self._settings
-        # Differences lose bits that the parameters have; codes are for differences.
-        averages = exact or (self._outer[number].averages and not exchange.codes)
-        change = fragment.read_parameters() if averages else fragment.read_changes()
+        averages = self._outer[number].averages
+        of_parameters = exchange.of_parameters(exact=exact, averages=averages)
+        change = fragment.read_parameters() if of_parameters else fragment.read_changes()
         wrong = None if math.isfinite(change) else fragment.first_not_finite()
         if wrong is None:
             self._changes[number] = change
@@ -304,7 +305,7 @@ class DiLoCo:
         digest = state.digest(fragment.total)
         record = Record(weight, step_s, -1 if wrong is None else wrong, digest, self._counts_samples)
         unit = 1.0 if exact else self._units[number]
-        flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, of_parameters=averages)
+        flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, averages=averages)
         self._flights[number] = flight
         self._pace.leaves(flight)
         self._since[0][number], self._since[1][number] = 0, 0.0
@@ -314,22 +315,27 @@ class DiLoCo:
         fragment, flight = self._fragments[number], self._flights[number]
         arrival = self._wait(number, flight)
         del self._flights[number]
-        log_not_finite(flight, fragment, arrival, self._members.rank())
+        log_not_finite(flight, fragment, arrival)
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)
             else:
                 self._outer[number].step(fragment.buffer)
-        left_out = self._members.rank() in arrival.left_out
+        left_out = arrival.rank in arrival.left_out
         fragment.write(fragment.total, 0.0 if left_out or flight.exact else self._settings.mix)
         if not flight.exact:
             self._units[number] = arrival.weight
 
     def _wait(self, number: int, flight: Flight) -> Arrival:
         began = time.monotonic()
-        arrival = self._exchanges[number].wait(flight)
+        arrival = self._exchanges[number].wait(flight, self._beside(number))
         self._waited_s += time.monotonic() - began
         return arrival
+
+    def _beside(self, number: int) -> Beside | None:
+        """What is averaged with this fragment, at once."""
+        del number
+        return None
 
     def _wait_for_flights(self) -> None:
         for number, flight in self._flights.items():
@@ -379,6 +385,13 @@ class DiLoCo:
             return result
 
         scaler.step = step  # type: ignore[method-assign]
+
+
+def _group_of_rounds(members: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    """The group that exchanges fragments; None for one rank alone. In an elastic job `members` itself."""
+    if members.size() == 1:
+        return None
+    return members if is_elastic(members) else sibling_groups(members, device, 1, purpose="rounds")[0]
 
 
 def _refuse_second(who: str, optimizer: torch.optim.Optimizer, members: dist.ProcessGroup) -> None:

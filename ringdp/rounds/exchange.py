@@ -2,14 +2,18 @@
 
 Beside the values each rank sends its weight (in its record), and the mean is weighed when both have come: values leave
 without a wait.
+
+In an elastic job the wait is a unit. What it began with stays until it counts: this rank's parameters when the fragment
+left, the residuals, and of course the global parameters. After a loss the fragment leaves again, with the same values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,9 +22,10 @@ from torch import Tensor
 
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import owner_offset_of
-from ringdp.errors import MismatchError
+from ringdp.errors import MismatchError, PeerLostError, RingError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_single, as_bytes, as_tensor
+from ringdp.job.elastic import as_unit, is_elastic
 from ringdp.rounds.fragments import Fragment
 
 if TYPE_CHECKING:
@@ -76,12 +81,14 @@ class Arrival:
         of_parameters: the mean is of parameters, not of changes.
         weight: of a rank, on average.
         records: by rank.
+        rank: this one's number among them.
     """
 
     usable: bool
     of_parameters: bool
     weight: float
     records: tuple[Record, ...]
+    rank: int = 0
 
     @property
     def left_out(self) -> dict[int, int]:
@@ -89,11 +96,33 @@ class Arrival:
         return {rank: one.not_finite for rank, one in enumerate(self.records) if one.not_finite >= 0}
 
 
-class Flight:
-    """A fragment that has left. One thread waits for it; the one that completes operations writes the stamp."""
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What is exchanged with a fragment, and counts with it: `average` writes into these tensors."""
 
-    def __init__(self, name: str, unit: float, *, exact: bool, of_parameters: bool) -> None:
-        self.name, self.unit, self.exact, self.of_parameters = name, unit, exact, of_parameters
+    writes: Sequence[Tensor]
+    average: Callable[[], None]
+
+
+class Flight:
+    """A fragment that has left. One thread waits for it; the one that completes operations writes the stamp.
+
+    Attributes:
+        mine: this rank's record.
+        unit: a usual weight, the same number on all ranks.
+        exact: not as codes.
+        averages: the mean may be one of parameters.
+        of_parameters: the buffer has parameters, not changes.
+        kept: flat, [numel]: this rank's parameters when it left; None where it leaves once.
+        view: in which it has left; 0: it has not yet.
+        ranks, rank: their number there, and this one's.
+    """
+
+    def __init__(self, name: str, mine: Record, *, unit: float, exact: bool, averages: bool) -> None:
+        self.name, self.mine, self.unit, self.exact, self.averages = name, mine, unit, exact, averages
+        self.of_parameters = averages
+        self.kept: Tensor | None = None
+        self.view, self.ranks, self.rank = 0, 1, 0
         self.gathered: Tensor | None = None  # uint8 [ranks * record]
         self.records_came_s: float | None = None  # when all ranks' records had come
         self.works: list[dist.Work] = []
@@ -101,7 +130,12 @@ class Flight:
         self.sent: Tensor | None = None  # where it is not the buffer itself
         self.arrival: Arrival | None = None
 
-    def stamp(self, _: Any = None) -> None:
+    def stamp(self, gathered: torch.futures.Future[Any] | None = None) -> None:
+        if gathered is not None:
+            try:
+                gathered.value()
+            except Exception:  # who waits for it has the error
+                return
         self.records_came_s = time.monotonic()
 
     def records(self) -> tuple[Record, ...]:
@@ -118,7 +152,7 @@ class FragmentExchange:
 
     Args:
         fragment: whose buffer has the values when it leaves, and their mean when it has arrived.
-        group: of the ranks, for nothing else; None for one rank alone.
+        group: of the ranks, for nothing else, or of an elastic job; None for one rank alone.
         codec: encodes changes; None: they are sent exactly.
     """
 
@@ -128,11 +162,20 @@ class FragmentExchange:
         self.fragment, self.group, self.codec = fragment, group, codec
         self.residuals = _C.Residuals()
         self._feedback = codec is not None and feedback_of(codec.error_feedback) is not None
-        self.codes = codec is not None and group is not None
+        self._elastic = group is not None and is_elastic(group)
+        self._view = 1  # of the residuals: of each piece the elements that this rank owns are those there
+        self._owned: dict[str, list[tuple[int, int]]] = {}
+        self._owners = 1  # the ranks there
+        self.follow_members()
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def codes(self) -> bool:
+        """Changes are encoded."""
+        return self.codec is not None and self.ranks > 1
 
     def sent_bytes(self, *, exact: bool) -> float:
         """Of values, by this rank, each time it leaves: 2 (n - 1) / n of them, or of their code."""
@@ -145,59 +188,152 @@ class FragmentExchange:
             whole = sum(_C.codec_bytes(native, piece.count) for piece in self.fragment.pieces)
         return 2 * (self.ranks - 1) / self.ranks * whole
 
-    def start(self, name: str, mine: Record, *, unit: float, exact: bool, of_parameters: bool) -> Flight:
-        """Send the buffer.
+    def of_parameters(self, *, exact: bool, averages: bool) -> bool:
+        """What the buffer has to have when it leaves. Differences lose bits that parameters have; codes are for
+        differences."""
+        return exact or (averages and not self.codes)
+
+    def start(self, name: str, mine: Record, *, unit: float, exact: bool, averages: bool) -> Flight:
+        """Send the buffer, which has what `of_parameters` says.
+
+        In the first unit of an elastic group's view it leaves when it is waited for: other ranks are there by then.
 
         Args:
             name: of the operations; ranks compare it.
+            mine: this rank's record.
             unit: a usual weight, the same number on all ranks.
             exact: not as codes.
-            of_parameters: the buffer has parameters, not changes.
+            averages: the mean may be one of parameters.
         """
-        flight = Flight(name, unit, exact=exact, of_parameters=of_parameters)
-        if self.group is None:
-            flight.arrival = self._alone(mine, of_parameters)
+        from ringdp import _C
+
+        flight = Flight(name, mine, unit=unit, exact=exact, averages=averages)
+        flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
+        self.follow_members()
+        if self.ranks == 1:
+            flight.arrival = self._alone(flight)
             flight.stamp()
-            return flight
-        buffer = self.fragment.buffer
-        if mine.weight != unit:
-            buffer.mul_(mine.weight / unit)
-        record = as_tensor(mine.encode()).to(buffer.device)
-        flight.gathered = record.new_empty(self.ranks * _RECORD_BYTES)
-        with named(name):
-            work = all_gather_single(flight.gathered, record, group=self.group, async_op=True)
-            work.get_future().add_done_callback(flight.stamp)
-            flight.works.append(work)
-        with named(name, bulk=True):
-            if self.codes and not exact:
-                flight.works.append(self._send_codes(flight))
-            else:
-                work = dist.all_reduce(buffer, group=self.group, async_op=True)
-                assert work is not None
-                flight.works.append(work)
+        elif not self._elastic:
+            self._send(flight)
+        else:
+            assert self.group is not None
+            self.fragment.read(kept := torch.empty_like(self.fragment.total))
+            flight.kept = kept
+            if not _C.before_first_unit(self.group):
+                try:
+                    _C.before_unit(lambda: self._send(flight))
+                except PeerLostError:  # as if it had not left
+                    flight.view = 0
         return flight
 
-    def wait(self, flight: Flight) -> Arrival:
+    def wait(self, flight: Flight, beside: Beside | None = None) -> Arrival:
         """Wait until the mean is in the buffer.
 
         Raises:
             PeerLostError, RingTimeoutError, MismatchError: as every operation. What is kept of earlier rounds stays.
         """
         if flight.arrival is None:
-            for work in flight.works:
-                work.wait()
-            flight.arrival = self._arrived(flight)
-            flight.works = []
+            assert self.group is not None
+            writes = () if beside is None else beside.writes
+            flight.arrival = as_unit(self.group, flight.name, lambda: self._arrive(flight, beside), writes=writes)
+            if flight.report is not None:
+                self.residuals.commit(flight.arrival.usable)
+            flight.works, flight.kept = [], None
         return flight.arrival
 
-    def _alone(self, mine: Record, of_parameters: bool) -> Arrival:
-        usable = mine.weight > 0
+    def follow_members(self) -> None:
+        """The group's members have changed, in an elastic job: a rank's residuals stay with it.
+
+        Where a rank owns elements its residual is what their mean lacks, elsewhere what its own changes lack, which the
+        mean has divided by the ranks. Other ranks own the elements now.
+        """
+        if not self._elastic or self.codec is None:
+            return
+        from ringdp import _C
+
+        assert self.group is not None
+        if self._owned and self._view == _C.view_of(self.group):
+            return
+        ranks = self.ranks
+        for piece in self.fragment.pieces:
+            owned = _C.owned_elements(self.group, piece.count, owner_offset_of(piece.name))
+            current = self.residuals.current(piece.name)
+            if current is not None and self._owned:
+                own = current.clone()
+                for begin, end in self._owned[piece.name]:
+                    own[begin:end] *= self._owners
+                for begin, end in owned:
+                    own[begin:end] *= 1.0 / ranks
+                self.residuals.set(piece.name, own)
+            self._owned[piece.name] = owned
+        self._view, self._owners = _C.view_of(self.group), ranks
+
+    def _arrive(self, flight: Flight, beside: Beside | None) -> Arrival:
+        from ringdp import _C
+
+        group = self.group
+        assert group is not None
+        if self._elastic and flight.view != _C.view_of(group):
+            self._send_again(flight)
+        for work in flight.works:
+            work.wait()
+        arrival = self._arrived(flight)
+        if beside is not None:
+            beside.average()
+        return arrival
+
+    def _send_again(self, flight: Flight) -> None:
+        """To the present members, what it left with."""
+        for work in flight.works:
+            with contextlib.suppress(RingError):  # of members that were lost; it may still use the buffer
+                work.wait()
+        self.residuals.commit(False)
+        self.follow_members()
+        fragment, kept = self.fragment, flight.kept
+        assert kept is not None
+        flight.of_parameters = self.of_parameters(exact=flight.exact, averages=flight.averages)
+        if flight.mine.not_finite >= 0:
+            fragment.buffer.zero_()
+        elif flight.of_parameters:
+            fragment.buffer.copy_(kept)
+        else:
+            torch.sub(fragment.total, kept, out=fragment.buffer)
+        self._send(flight)
+
+    def _alone(self, flight: Flight) -> Arrival:
+        usable = flight.mine.weight > 0
         for piece in self.fragment.pieces if usable else ():  # what codes have left out when there were more ranks
             owed = self.residuals.current(piece.name)
             if owed is not None:
-                piece.of(self.fragment.buffer).add_(owed, alpha=-1 if of_parameters else 1)
+                piece.of(self.fragment.buffer).add_(owed, alpha=-1 if flight.of_parameters else 1)
                 self.residuals.drop(piece.name)
-        return Arrival(usable, of_parameters, mine.weight if usable else 1.0, (mine,))
+        return Arrival(usable, flight.of_parameters, flight.mine.weight if usable else 1.0, (flight.mine,))
+
+    def _send(self, flight: Flight) -> None:
+        from ringdp import _C
+
+        group, mine, buffer = self.group, flight.mine, self.fragment.buffer
+        assert group is not None
+        flight.works, flight.report, flight.sent, flight.records_came_s = [], None, None, None
+        flight.view = _C.view_of(group) if self._elastic else 1
+        flight.ranks, flight.rank = self.ranks, group.rank()
+        if flight.ranks == 1:
+            return
+        if mine.weight != flight.unit:
+            buffer.mul_(mine.weight / flight.unit)
+        record = as_tensor(mine.encode()).to(buffer.device)
+        flight.gathered = record.new_empty(flight.ranks * _RECORD_BYTES)
+        with named(flight.name):
+            work = all_gather_single(flight.gathered, record, group=group, async_op=True)
+            work.get_future().add_done_callback(flight.stamp)
+            flight.works.append(work)
+        with named(flight.name, bulk=True):
+            if self.codes and not flight.exact:
+                flight.works.append(self._send_codes(flight))
+            else:
+                work = dist.all_reduce(buffer, group=group, async_op=True)
+                assert work is not None
+                flight.works.append(work)
 
     def _send_codes(self, flight: Flight) -> dist.Work:
         from ringdp import _C
@@ -221,13 +357,15 @@ class FragmentExchange:
             [following for _, following in both],
             self.codec.native,
             1.0,
-            self.ranks,
+            flight.ranks,
         )
         return work
 
     def _arrived(self, flight: Flight) -> Arrival:
+        if flight.ranks == 1:
+            return self._alone(flight)
         records = flight.records()
-        self._require_same(flight.name, records)
+        _require_same(flight, records)
         buffer, weights = self.fragment.buffer, [one.weight for one in records]
         counted = [one for one in weights if one > 0]
         if flight.sent is not None and flight.sent is not buffer:
@@ -238,29 +376,29 @@ class FragmentExchange:
             total = sum(counted) / flight.unit
             if flight.report is None:
                 buffer.div_(total)
-            elif total != self.ranks:  # the core has divided by the ranks
-                buffer.mul_(self.ranks / total)
-        if self.codes and flight.report is not None:
-            self.residuals.commit(usable)
-        return Arrival(usable, flight.of_parameters, sum(counted) / len(counted) if counted else 1.0, records)
+            elif total != flight.ranks:  # the core has divided by the ranks
+                buffer.mul_(flight.ranks / total)
+        usual = sum(counted) / len(counted) if counted else 1.0
+        return Arrival(usable, flight.of_parameters, usual, records, flight.rank)
 
-    def _require_same(self, name: str, records: Sequence[Record]) -> None:
-        assert self.group is not None
-        me = self.group.rank()
-        for rank, other in enumerate(records):
-            if other.digest != records[me].digest:
-                raise MismatchError(
-                    f"{name}: the global parameters differ on ranks {me} and {rank} (hashes"
-                    f" {records[me].digest:016x} and {other.digest:016x}): a rank's memory was changed, or its outer"
-                    " optimizer rounds differently on another processor",
-                    rank=me,
-                    peer=rank,
-                )
-            if other.counts_samples != records[me].counts_samples:
-                counting, silent = (rank, me) if other.counts_samples else (me, rank)
-                raise MismatchError(
-                    f"{name}: rank {counting} has called did() and rank {silent} has not: call did() on all ranks"
-                    " before each step, or on none",
-                    rank=me,
-                    peer=rank,
-                )
+
+def _require_same(flight: Flight, records: Sequence[Record]) -> None:
+    """Raises MismatchError."""
+    me, name = flight.rank, flight.name
+    for rank, other in enumerate(records):
+        if other.digest != records[me].digest:
+            raise MismatchError(
+                f"{name}: the global parameters differ on ranks {me} and {rank} (hashes"
+                f" {records[me].digest:016x} and {other.digest:016x}): a rank's memory was changed, or its outer"
+                " optimizer rounds differently on another processor",
+                rank=me,
+                peer=rank,
+            )
+        if other.counts_samples != records[me].counts_samples:
+            counting, silent = (rank, me) if other.counts_samples else (me, rank)
+            raise MismatchError(
+                f"{name}: rank {counting} has called did() and rank {silent} has not: call did() on all ranks"
+                " before each step, or on none",
+                rank=me,
+                peer=rank,
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_where_different
 from ringdp.rounds import start
 from ringdp.rounds.diloco import DiLoCo
+from ringdp.rounds.exchange import Beside
 from ringdp.rounds.fragments import Piece
-from ringdp.rounds.schedule import Turn
 from ringdp.rounds.settings import MOVED, Fragments
 
 
@@ -63,18 +63,28 @@ class LocalSGD(DiLoCo):
             process_group=process_group,
         )
 
-    def _take(self, turn: Turn) -> None:
-        super()._take(turn)
-        if self._average_momenta and turn.leaves:
-            with named(f"LocalSGD {self._pace.schedule.label()}: momenta"):
-                pieces = [piece for number in turn.leaves for piece in self._fragments[number].pieces]
-                start.average(self._momenta(pieces), self._members)
+    def _beside(self, number: int) -> Beside | None:
+        if not self._average_momenta:
+            return None
+        own = self._momenta(self._fragments[number].pieces)
+        return Beside(list(own.values()), lambda: self._average(own))
 
-    def _momenta(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The momenta of these, in the same order on all ranks.
+    def _average(self, momenta: Mapping[str, torch.Tensor]) -> None:
+        """What some rank has not, since no step has made it yet there or it was not finite, stays as it is on all of
+        them."""
+        found, what = dict(momenta), f"LocalSGD {self._pace.schedule.label()}: momenta"
+        if self._members.size() > 1:
+            with named(what):
+                gathered = all_gather_where_different("\n".join(found).encode(), self._members, what="momenta")
+            common = (
+                set(found) if gathered is None else set.intersection(*(set(it.decode().split("\n")) for it in gathered))
+            )
+            found = {name: value for name, value in found.items() if name in common}
+        with named(what):
+            start.average(list(found.values()), self._members)
 
-        What some rank has not, since no step has made it yet there or it was not finite, stays as it is on all of them.
-        """
+    def _momenta(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        """This rank's momenta of these, in the same order on all ranks."""
         found: dict[str, torch.Tensor] = {}
         for number, optimizer in enumerate(self._inner):
             for piece in pieces:
@@ -82,13 +92,7 @@ class LocalSGD(DiLoCo):
                 for key in sorted(kept):
                     if _is_momentum(kept[key], piece.parameter):
                         found[f"{number} {piece.name} {key}"] = kept[key]
-        if self._members.size() > 1:
-            gathered = all_gather_where_different("\n".join(found).encode(), self._members, what="momenta")
-            common = (
-                set(found) if gathered is None else set.intersection(*(set(it.decode().split("\n")) for it in gathered))
-            )
-            found = {name: value for name, value in found.items() if name in common}
-        return list(found.values())
+        return found
 
 
 def _is_momentum(value: object, parameter: torch.Tensor) -> bool:

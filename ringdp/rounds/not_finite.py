@@ -27,10 +27,10 @@ def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence
                 del optimizer.state[parameter]
 
 
-def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival, rank: int) -> None:
-    """Warn of ranks that were left out; `rank` is this one."""
+def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival) -> None:
+    """Warn of ranks that were left out."""
     for other, piece in arrival.left_out.items():
-        whose = "this rank, which goes on from the global parameters," if other == rank else f"rank {other}"
+        whose = "this rank, which goes on from the global parameters," if other == arrival.rank else f"rank {other}"
         _log.warning(
             "%s: %s of %s is not finite, and this fragment of rank %d does not count",
             flight.name,

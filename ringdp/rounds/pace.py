@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, device_for
+from ringdp.job.elastic import as_unit
 from ringdp.rounds.exchange import Flight
 from ringdp.rounds.schedule import Schedule, TimedSchedule, Turn
 
@@ -21,7 +22,7 @@ class Pace:
     Args:
         schedule: by steps or by time.
         who: in the names of operations.
-        group: of the ranks that are averaged over, for nothing else; None for one rank alone.
+        group: of the ranks that are averaged over; None for one rank alone.
         together: ranks that a RingDP keeps in step with this one; None where there are none.
     """
 
@@ -76,16 +77,22 @@ class Pace:
         """Exchange the ranks' paces: the first turn begins."""
         paces = [mine := self.step_s()]
         if self._group is not None:
-            with named(f"{self._who}: seconds of a step"):
-                lines = all_gather_bytes(struct.pack("<d", mine), self._group, room=8)
+            what, group = f"{self._who}: seconds of a step", self._group
+            with named(what):
+                lines = as_unit(group, what, lambda: all_gather_bytes(struct.pack("<d", mine), group, room=8))
             paces = [struct.unpack("<d", one)[0] for one in lines]
         schedule.begin_turn(time.monotonic(), paces)
 
     def _agreed(self, due: bool) -> bool:
         """The answer of the first of the ranks that are kept in step: their clocks may differ."""
-        if self._together is None or self._together.size() == 1:
+        group, what = self._together, f"{self._who}: is the turn over?"
+        if group is None or group.size() == 1:
             return due
-        answer = torch.tensor([due], dtype=torch.uint8, device=device_for(self._together))
-        with named(f"{self._who}: is the turn over?"):
-            dist.broadcast(answer, group=self._together, group_src=0)
-        return bool(answer)
+
+        def of_the_first() -> bool:
+            answer = torch.tensor([due], dtype=torch.uint8, device=device_for(group))
+            dist.broadcast(answer, group=group, group_src=0)
+            return bool(answer)
+
+        with named(what):
+            return as_unit(group, what, of_the_first)

@@ -15,7 +15,7 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named, reaches_core
 from ringdp.job.byte_collectives import device_for
-from ringdp.job.elastic import refuse_where_elastic
+from ringdp.job.elastic import as_unit, refuse_where_elastic
 from ringdp.rounds.fragments import local_part
 from ringdp.rounds.settings import Settings
 
@@ -92,9 +92,11 @@ def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
         )
 
 
-def check_group(who: str, settings: Settings, group: dist.ProcessGroup) -> None:
-    """Raises InvalidArgumentError where the group cannot carry codes, or its members may change."""
-    refuse_where_elastic(group, "rounds", who)
+def check_group(who: str, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
+    """Raises InvalidArgumentError where the group cannot carry codes, or its members may change and it has not those of
+    `inside`, which a RingDP keeps in step."""
+    if inside is not None and not set(dist.get_process_group_ranks(inside)) <= set(dist.get_process_group_ranks(group)):
+        refuse_where_elastic(group, "rounds between", who)
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"
@@ -175,8 +177,8 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
                 one.copy_(its)
 
 
-def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Those of floating point that a state dict has: their mean; others there: the first rank's."""
+def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup, what: str) -> None:
+    """Those of floating point that a state dict has: their mean; others there: the first rank's. `what`: a name."""
     if group.size() == 1:
         return
     listed = {id(it) for it in model.state_dict(keep_vars=True).values()}
@@ -192,8 +194,13 @@ def average_buffers(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
             means += [_real(one.tensor)] if one.parts[0][1].dtype is torch.uint8 else parts
         else:
             first += parts
-    average(means, group)
-    _broadcast(first, group)
+
+    def together() -> None:
+        average(means, group)
+        _broadcast(first, group)
+
+    with named(what):
+        as_unit(group, what, together, writes=means + first)
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

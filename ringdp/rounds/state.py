@@ -22,6 +22,7 @@ from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named
+from ringdp.job.elastic import as_unit
 from ringdp.rounds import start
 from ringdp.rounds.exchange import Arrival, Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, Piece
@@ -68,7 +69,15 @@ def digest(flat: Tensor) -> int:
 
 def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     """See `DiLoCo.state_dict`; nothing is under way."""
+    if not consolidated:
+        return _state_dict(rounds, consolidated=False)
+    return as_unit(rounds.members, "the state of rounds", lambda: _state_dict(rounds, consolidated=True))
+
+
+def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     members = rounds.members
+    for exchange in rounds.exchanges:
+        exchange.follow_members()
     own: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {
         "format": _FORMAT,
@@ -107,13 +116,14 @@ def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
 def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """See `DiLoCo.load_state_dict`. Nothing is changed where something does not fit."""
     members, fragments = rounds.members, rounds.fragments
-    own, consolidated = _agreed(rounds, state)
+    own, consolidated = as_unit(members, "loading the state of rounds", lambda: _agreed(rounds, state))
     rounds.pace.load(dict(state["schedule"]))
     rounds.counts_samples = bool(state.get("counts_samples", False))
     rounds.units = [float(one) for one in state["units"]]
     rounds.since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds.flights.clear()
     for number, (fragment, exchange) in enumerate(zip(fragments, rounds.exchanges, strict=True)):
+        exchange.follow_members()
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
             piece.of(fragment.buffer).copy_(own[piece.name]["local"])
@@ -126,7 +136,7 @@ def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
         fragment.write(fragment.buffer)
         rounds.outer[number].load(_joined(fragment, state["outer"]))
         if (flight := state["in_flight"].get(str(number))) is not None:
-            rounds.flights[number] = _flight(fragment, flight)
+            rounds.flights[number] = _flight(fragment, flight, members.rank())
 
 
 def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
@@ -243,10 +253,10 @@ def _flight_state(fragment: Fragment, flight: Flight) -> dict[str, Any]:
     }
 
 
-def _flight(fragment: Fragment, state: Mapping[str, Any]) -> Flight:
-    flight = Flight(state["name"], 1.0, exact=False, of_parameters=state["of_parameters"])
+def _flight(fragment: Fragment, state: Mapping[str, Any], rank: int) -> Flight:
     records = tuple(Record(*one) for one in state["records"])
-    flight.arrival = Arrival(state["usable"], state["of_parameters"], state["weight"], records)
+    flight = Flight(state["name"], records[min(rank, len(records) - 1)], unit=1.0, exact=False, averages=False)
+    flight.arrival = Arrival(state["usable"], state["of_parameters"], state["weight"], records, rank)
     for piece in fragment.pieces:
         piece.of(fragment.buffer).copy_(state["mean"][piece.name])
     return flight

@@ -8,6 +8,7 @@ from ringdp import config
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, require_member
+from ringdp.job.elastic import is_elastic
 
 
 def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -16,8 +17,13 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     Ranks that have RINGDP_SITE are grouped by it, the others by their host. A group of one rank is None: wrap nothing
     then, as None in ``process_group=`` means all ranks. All ranks call it, in the same place.
 
+    In an elastic job `between` is all ranks, so that a host that loses one needs no counterpart for it: a host counts
+    by its ranks, and their values, which are equal, leave it once. A group of one rank is then one, since it may have
+    had more.
+
     Raises:
-        InvalidArgumentError: the hosts (or sites) have different numbers of ranks, and some rank no counterpart.
+        InvalidArgumentError: the hosts (or sites) have different numbers of ranks, and some rank no counterpart. Not in
+            an elastic job.
         InvalidStateError: before `ringdp.init`.
     """
     world = require_member(None, "ringdp.levels")
@@ -28,6 +34,8 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     members: dict[str, list[int]] = {}
     for rank, place in enumerate(gathered):
         members.setdefault(place, []).append(rank)
+    if is_elastic(world):
+        return _one_of([members[place] for place in members]), world if len(members) > 1 else None
     sizes = {place: len(ranks) for place, ranks in members.items()}
     if len(set(sizes.values())) > 1:
         shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in members.values())
@@ -42,7 +50,7 @@ def levels() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
 
 def _one_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
     """This rank's one; all ranks make all of them."""
-    if len(groups[0]) == 1:
+    if all(len(ranks) == 1 for ranks in groups):
         return None
     if len(groups) == 1:
         return dist.group.WORLD

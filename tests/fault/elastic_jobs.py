@@ -24,7 +24,7 @@ import ringdp
 from ringdp import checkpoint
 from ringdp.compression import get
 from ringdp.compression.partition import bounds, owner_offset_of
-from ringdp.ddp import elastic as repair
+from ringdp.ddp import parameter_changes
 from ringdp.errors import MembershipChanged, RingError
 from tests.fault.faults import Faults
 from tests.fault.launch_jobs import wait_until
@@ -142,6 +142,7 @@ def train(
     transport: str = "auto",
     in_backward: bool = False,
     delayed: bool = False,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Told:
     """`overflow`: with a scaler; the gradients of that place are infinite in that step.
     `freeze`: in these steps, with `accumulate`, the middle layer is frozen, or unfrozen, between the micro-batches.
@@ -149,15 +150,18 @@ def train(
     `uneven`: the batches have other numbers of samples. `hook`: a name in `HOOKS`.
     `delayed`: a parameter's all-reduce is. `in_backward`: with optimizers that step in backward.
     `each_step`: a name in `EACH_STEP`, or "checkpoint".
+    `groups`: the places that train together; () for all.
     `catch`: a step's error is told, and the process lives until the other ranks have ended the step."""
     os.environ["RINGDP_TRANSPORT"] = transport
     with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm, branches=branches, sparse=sparse)
-        more: dict[str, Any] = dict(options or {})
+        given: dict[str, Any] = {"bucket_cap_mb": 0.1, "reproducible": width > 100, **(options or {})}
+        if groups:
+            given["process_group"] = group_of(groups, places)
         if delayed:  # the gradient of `first` comes last
-            more["delay_all_reduce_named_params"] = [("middle.weight", net.middle.weight)]
-            more["param_to_hook_all_reduce"] = net.first.weight
-        model = ringdp.RingDP(net, **{"bucket_cap_mb": 0.1, "reproducible": width > 100, **more})
+            given["delay_all_reduce_named_params"] = [("middle.weight", net.middle.weight)]
+            given["param_to_hook_all_reduce"] = net.first.weight
+        model = ringdp.RingDP(net, **given)
         if hook:
             HOOKS[hook](model)
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
@@ -195,8 +199,8 @@ def train(
                 save(folder, step, model, here)
             elif each_step:
                 told.extra.setdefault(each_step, []).append(EACH_STEP[each_step](model, place))
-            told.sizes.append(ringdp.world_size())
-            told.ranks.append(ringdp.rank())
+            told.sizes.append(model.process_group.size())
+            told.ranks.append(model.process_group.rank())
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
         told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
         told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
@@ -205,8 +209,17 @@ def train(
         )
         compression = (options or {}).get("compression")
         told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
+        told.own |= {"model": model_state, "optimizer": optimizer.state_dict()} if groups else {}
         told.own |= {"residuals": model.reducer.compression.take_residuals(list(range(len(list(model.parameters())))))}
     return told
+
+
+def group_of(groups: Sequence[Sequence[int]], places: tuple[int, ...] | None) -> dist.ProcessGroup:
+    """Of those that are in the job: this rank's one."""
+    known = tuple(range(ringdp.world_size())) if places is None else places
+    ranks = [[known.index(place) for place in group if place in known] for group in groups]
+    mine, _ = dist.new_subgroups_by_enumeration([group for group in ranks if group])
+    return mine
 
 
 def in_python(compression: Any) -> bool:
@@ -359,21 +372,21 @@ def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], her
 @contextlib.contextmanager
 def replacing(model: Any, optimizer: torch.optim.Optimizer, place: int, here: Callable[[str], None]) -> Iterator[None]:
     """The last layer is another one, whose values are rank 0's; a rank dies before it has sent them, or got them."""
-    net, send = model.module, repair.broadcast_in_unit
+    net, send = model.module, parameter_changes.as_unit
     torch.manual_seed(place)
     for parameter in net.last.parameters():
         optimizer.state.pop(parameter)
     net.last = nn.Linear(net.last.in_features, 1)
     optimizer.param_groups[0]["params"] = list(net.parameters())
 
-    def dying_send(group: Any, what: str, tensors: Any, broadcast: Callable[[], None]) -> None:
+    def dying_send(group: Any, what: str, body: Callable[[], Any], *, writes: Any = ()) -> Any:
         def dying_broadcast() -> None:
             here("new parameters")
-            broadcast()
+            body()
 
-        send(group, what, tensors, dying_broadcast)
+        return send(group, what, dying_broadcast if writes else body, writes=writes)
 
-    with mock.patch.object(repair, "broadcast_in_unit", dying_send):
+    with mock.patch.object(parameter_changes, "as_unit", dying_send):
         yield
 
 
@@ -487,10 +500,6 @@ def _hook_of_the_program(state, bucket):  # type: ignore[no-untyped-def]  # noqa
     raise NotImplementedError
 
 
-def _sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), 0.1)
-
-
 class Counting:
     """A user's, whose calls change it."""
 
@@ -505,15 +514,16 @@ class Counting:
 
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "Counting": lambda net: ringdp.RingDP(net, compression=Counting()),
-    "LocalSGD": lambda net: ringdp.LocalSGD(net, _sgd(net), every=4),
     "_hook_of_the_program": lambda net: ringdp.RingDP(net).register_comm_hook(None, _hook_of_the_program),
     "another group": lambda net: ringdp.RingDP(net).register_comm_hook(
         dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
-    "default process group": lambda net: ringdp.RingDP(net, process_group=dist.new_group([0, 1])),
     "gradient compression": lambda net: ringdp.kvstore.create("dist_sync").set_gradient_compression("int8"),
-    "DiLoCo": lambda net: ringdp.DiLoCo(net, _sgd(net), every=4),
+    "another backend than ring": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
+    "between some of the ranks": lambda net: ringdp.LocalSGD(
+        ringdp.RingDP(net), torch.optim.SGD(net.parameters(), 0.1), process_group=dist.new_group([ringdp.rank()])
+    ),
     "sparse tensors": lambda net: dist.all_reduce(torch.eye(2).to_sparse()),
 }
 """By words of the refusal."""

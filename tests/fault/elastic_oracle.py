@@ -34,8 +34,10 @@ def survivors(outcomes: list[Outcome], ended: dict[int, int]) -> dict[int, Any]:
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in ended}
 
 
-def live(folder: Path, world: int, faults: Faults, train: Train = jobs.train, **options: Any) -> dict[int, Told]:
-    outcomes = run_outcomes(train, str(folder), STEPS, faults, world_size=world, backend=None, **options)
+def live(
+    folder: Path, world: int, faults: Faults, train: Train = jobs.train, steps: range = STEPS, **options: Any
+) -> dict[int, Told]:
+    outcomes = run_outcomes(train, str(folder), steps, faults, world_size=world, backend=None, **options)
     return survivors(outcomes, faults.ended())
 
 
@@ -46,36 +48,40 @@ def compare(folder: Path, world: int, faults: Faults, train: Train = jobs.train,
     return told
 
 
-_known: dict[str, Results] = {}
+_known: dict[str, list[Results]] = {}
 
 
-def plain(members: list[tuple[int, ...]], train: Train = jobs.train, **options: Any) -> Results:
-    """Of jobs without elasticity, in which exactly these have made each step."""
-    key = repr((train.__module__, members, sorted(options.items())))
+def plain(
+    members: list[tuple[int, ...]], train: Train = jobs.train, steps: range = STEPS, **options: Any
+) -> list[Results]:
+    """By place, of jobs without elasticity, in which exactly these have made each step."""
+    key = repr((train.__module__, members, steps, sorted(options.items())))
     if key not in _known:
         with tempfile.TemporaryDirectory(prefix="ringdp-plain-") as folder:
             world = 1 + max(members[0])
-            results = run_ranks(in_turn, folder, train, members, options, world_size=world, backend=None)
-        _known[key] = results[members[-1][0]]
+            results = run_ranks(in_turn, folder, train, members, steps, options, world_size=world, backend=None)
+        _known[key] = results
         if any(len(places) < world for places in members):  # processes number their groups: some have made fewer
             harness._group(world).kill()
     return _known[key]
 
 
-def in_turn(folder: str, train: Train, members: list[tuple[int, ...]], options: dict[str, Any]) -> Results:
+def in_turn(
+    folder: str, train: Train, members: list[tuple[int, ...]], all_steps: range, options: dict[str, Any]
+) -> Results:
     """On a rank: a new job begins where the members change, with the first rank's state and what is each rank's own."""
     me = int(os.environ["RANK"])
     gradients: list[str] = []
     parameters: list[str] = []
     state: dict[str, Any] | None = None
     own: dict[str, Any] = {}
-    for places, steps in groupby(STEPS, lambda step: members[step - STEPS.start]):
+    for places, steps in groupby(all_steps, lambda step: members[step - all_steps.start]):
         made = list(steps)
         if me not in places:
             break
         os.environ |= {"RANK": str(places.index(me)), "WORLD_SIZE": str(len(places))}
         begin, end = (Path(folder, f"state-{step}") for step in (made[0], made[-1] + 1))
-        if made[0] != STEPS.start:
+        if made[0] != all_steps.start:
             wait_until(begin.exists, "the state")
             state = pickle.loads(begin.read_bytes()) | own
         at = Path(folder, str(made[0]))
@@ -90,10 +96,11 @@ def in_turn(folder: str, train: Train, members: list[tuple[int, ...]], options: 
     return gradients, parameters
 
 
-def check_equal(told: dict[int, Told], expected: Results) -> None:
+def check_equal(told: dict[int, Told], expected: list[Results]) -> None:
     for place, one in told.items():
-        assert one.gradients == expected[0], f"gradients of place {place}"
-        assert one.parameters == expected[1], f"parameters of place {place}"
+        gradients, parameters = expected[place]
+        assert one.gradients == gradients, f"gradients of place {place}"
+        assert one.parameters == parameters, f"parameters of place {place}"
 
 
 def changes(told: dict[int, Told]) -> list[str]:

@@ -87,6 +87,9 @@ class Faults:
     def sleep(self, rank: int, step: int, phase: str, seconds: float) -> Faults:
         return self._with(rank, step, phase, functools.partial(time.sleep, seconds))
 
+    def do(self, rank: int, step: int, phase: str, action: Callable[[], None]) -> Faults:
+        return self._with(rank, step, phase, action)
+
     def close_pollers(self, rank: int, step: int, phase: str) -> Faults:
         return self._with(rank, step, phase, close_pollers)
 

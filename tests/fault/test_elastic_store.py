@@ -20,7 +20,7 @@ LEADER, FOLLOWER = 0, 1
 MOST_ACCESSES = 200
 
 
-def expected(second: int | None) -> Results:
+def expected(second: int | None) -> list[Results]:
     """By who dies in the change: of a job of the ranks that are left, without elasticity."""
     return plain((FIRST if second is None else FIRST.kill(second, 1)).members(WORLD, STEPS))
 

@@ -394,6 +394,57 @@ COMPRESSORS += [
     ),
 ]
 
+ROUNDS_AGAIN = "tests/fault/test_elastic_rounds.py"
+
+ROUNDS = [
+    in_python(
+        "what a code left out counts before its round does",
+        "rounds/exchange.py",
+        "        return Arrival(usable, flight.of_parameters, usual, records, flight.rank)\n",
+        "        self.residuals.commit(usable)\n"
+        "        return Arrival(usable, flight.of_parameters, usual, records, flight.rank)\n",
+        ROUNDS_AGAIN,
+    ),
+    in_python(
+        "a round that is made again begins with what it left",
+        "rounds/exchange.py",
+        "            torch.sub(fragment.total, kept, out=fragment.buffer)\n",
+        "            pass\n",
+        ROUNDS_AGAIN,
+    ),
+    in_python(
+        "momenta are averaged again where a round is",
+        "rounds/exchange.py",
+        "lambda: self._arrive(flight, beside), writes=writes)",
+        "lambda: self._arrive(flight, beside), writes=())",
+        ROUNDS_AGAIN,
+    ),
+    in_python(
+        "the outer step is made for each try of a round",
+        "rounds/diloco.py",
+        "self._exchanges[number].wait(flight, self._beside(number))\n",
+        "self._exchanges[number].wait(\n"
+        "            flight, Beside((), lambda: self._outer[number].step(self._fragments[number].buffer.clone()))\n"
+        "        )\n"
+        "        self._fragments[number].buffer.zero_()\n",
+        ROUNDS_AGAIN,
+    ),
+    in_python(
+        "residuals of rounds stay those of the owners before a loss",
+        "rounds/exchange.py",
+        "own[begin:end] *= 1.0 / ranks",
+        "own[begin:end] *= 1.0",
+        ROUNDS_AGAIN,
+    ),
+    in_python(
+        "a fragment is not sent again where another unit has told of the loss",
+        "rounds/exchange.py",
+        "if self._elastic and flight.view != _C.view_of(group):",
+        "if self._elastic and (flight.view == 0 or not all(it.is_completed() for it in flight.works)):",
+        ROUNDS_AGAIN,
+    ),
+]
+
 LAUNCHER = [
     in_python(
         "a rank that lost another one is blamed for it",
@@ -471,4 +522,4 @@ MEMBERS = [
     ),
 ]
 
-ALL = [*CORE, *REDUCER, *CODECS, *COMPRESSORS, *LAUNCHER, *MEMBERS, *DEVICE]
+ALL = [*CORE, *REDUCER, *CODECS, *COMPRESSORS, *ROUNDS, *LAUNCHER, *MEMBERS, *DEVICE]

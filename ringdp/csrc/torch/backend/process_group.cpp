@@ -28,9 +28,10 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shar
   init();
 }
 
-ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime)
+ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime,
+                                   bool owns_runtime)
     : c10d::Backend(elastic->rank(), elastic->size()),
-      owns_runtime_(true),
+      owns_runtime_(owns_runtime),
       elastic_(std::move(elastic)),
       backward_unit_(std::make_shared<BackwardUnit>(elastic_)),
       timeout_ms_(elastic_->group()->timeout_ms()),

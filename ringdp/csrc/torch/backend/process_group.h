@@ -29,8 +29,8 @@ class ProcessGroupRing final : public c10d::Backend {
  public:
   // `owns_runtime`: this group made the Runtime, and ends it in its shutdown.
   ProcessGroupRing(std::shared_ptr<GroupHandle> group, std::shared_ptr<Runtime> runtime, bool owns_runtime);
-  // A group whose members may change after a loss. It makes the Runtime's default group.
-  ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime);
+  // A group whose members may change after a loss.
+  ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::shared_ptr<Runtime> runtime, bool owns_runtime);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   // A group without members before its first `reconfigure`. `rank`, `size`: its values until then. `installed`: called
   // with each new Runtime, on the thread of the attempt.

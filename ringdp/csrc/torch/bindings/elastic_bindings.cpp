@@ -51,6 +51,12 @@ void on_change(const GroupPointer& group, py::function listener) {
   });
 }
 
+// The operations of `body` belong to a unit that is run later, and waits for them.
+void before_unit(const py::function& body) {
+  const UnitScope scope;
+  body();
+}
+
 // A loss that `body` raises has become a Python exception.
 void run_unit(const GroupPointer& group, const std::string& what, const py::function& body) {
   const py::gil_scoped_release no_gil;
@@ -82,6 +88,16 @@ void bind_elastic(py::module_& module) {
   module.def(
       "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
       "The number of the present view, from 1.");
+  module.def(
+      "members_of", [](const GroupPointer& group) { return required(elastic_of(group)).group()->view().members; },
+      py::arg("process_group"), "The present members: their ranks at the start of the job.");
+  module.def(
+      "before_first_unit", [](const GroupPointer& group) { return required(elastic_of(group)).first_unit(); },
+      py::arg("process_group"),
+      "Whether no unit was completed in the present view, which is not the first: ranks may have entered it at "
+      "different places of the program, so operations of later units wait for the first one.");
+  module.def("before_unit", &before_unit, py::arg("body"),
+             "Calls `body()`, whose operations belong to a later unit, which waits for them.");
   module.def(
       "on_change", &on_change, py::arg("process_group"), py::arg("listener"),
       "Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay).");

@@ -167,16 +167,16 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                 "the algorithm table is the job's, fixed when its ranks met, and this group asks for another (" +
                     options.tables.source + "): leave RINGDP_TUNING and its file as they were");
   }
-  if (elastic && owns) {
+  if (elastic) {
     auto agreement = std::make_unique<StoreAgreement>(
         std::make_unique<StoreAdapter>(store->clone(), store_prefix(group_id) + "elastic/"));
     const AlgorithmTables in_use = runtime->tables_in_use();
     auto lasting = ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
-    {
+    if (owns) {
       std::lock_guard lock(runtime_mutex);
       world_elastic = lasting;
     }
-    return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime));
+    return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime), owns);
   }
   auto group = std::make_shared<GroupHandle>(runtime, group_id, std::move(global_ranks), timeout.count(),
                                              runtime->tables_in_use());

@@ -1,0 +1,232 @@
+"""What the ranks of test_elastic_rounds.py do: train in rounds, and meet their faults in the exchange and beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ringdp
+from ringdp import _C
+from ringdp.compression.partition import owner_offset_of
+from ringdp.rounds import diloco, exchange
+from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, telling
+from tests.fault.faults import Faults
+
+LAST = 9
+STEPS = range(1, LAST + 1)
+FINISH = LAST + 1  # as a step, for faults
+
+OUTER: dict[str, Any] = {
+    "nesterov": None,
+    "averages": {"lr": 1.0, "momentum": 0.0},
+    "heavy ball": {"lr": 0.5, "momentum": 0.5},
+    "adam": functools.partial(torch.optim.Adam, lr=0.1),
+}
+
+
+def train(
+    folder: str,
+    steps: range,
+    faults: Faults = Faults(),  # noqa: B008
+    *,
+    elastic: bool = True,
+    places: tuple[int, ...] | None = None,
+    state: dict[str, Any] | None = None,
+    kind: str = "DiLoCo",
+    outer: str = "nesterov",
+    options: dict[str, Any] | None = None,
+    width: int = 8,
+    samples: bool = False,
+    norm: bool = False,
+    finish: bool = False,
+    infinite: tuple[int, int] | None = None,
+    mean_each: int = 0,
+    sites: tuple[tuple[int, ...], ...] = (),
+) -> Told:
+    """`gradients` of what it tells are the global parameters. `samples`: ranks count by them.
+    `sites`: of places; the ranks of each average their gradients.
+    `infinite`: in that step of that place the parameters become so. `mean_each`: a metric, after so many steps."""
+    with telling(folder, elastic=elastic, places=places) as (told, place):
+        net = Net(width, norm=norm)
+        inner = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+        given = {"outer": OUTER[outer]} if kind == "DiLoCo" else {}
+        with watched(faults, place, told) as watch:
+            model = of_a_site(net, sites, place, places, elastic=elastic) if sites else net
+            rounds = getattr(ringdp, kind)(model, inner, **given, **(options or {}))
+            if state is not None:
+                net.load_state_dict(state["model"])
+                inner.load_state_dict(state["inner"])
+                rounds.load_state_dict(of_this_job(state["rounds"]))
+            for step in steps:
+                watch.step = step
+                watch.here("forward")
+                x, y = batch(place, step)
+                count = 4 + (place + step) % 4 if samples else 8
+                inner.zero_grad()
+                (model(x[:count]) - y[:count]).square().mean().backward()
+                if infinite == (place, step):
+                    torch.nn.init.constant_(net.last.bias, torch.inf)
+                if samples:
+                    rounds.did(count)
+                inner.step()
+                watch.here("after")
+                if mean_each and step % mean_each == 0:
+                    told.extra.setdefault("mean", []).append(ringdp.metrics.mean(float(step)))
+                tell(told, net, rounds)
+            if finish and steps.stop > LAST:
+                watch.step = FINISH
+                watch.here("forward")
+                rounds.finish()
+                tell(told, net, rounds)
+        told.own = {"model": net.state_dict(), "inner": inner.state_dict(), "rounds": of_owners(rounds.state_dict())}
+        told.extra["stats"] = rounds.stats()
+    return told
+
+
+def of_a_site(
+    net: nn.Module, sites: tuple[tuple[int, ...], ...], place: int, places: tuple[int, ...] | None, *, elastic: bool
+) -> nn.Module:
+    if not elastic:
+        return ringdp.RingDP(net, process_group=group_of(sites, places))
+    os.environ["RINGDP_SITE"] = next(str(number) for number, site in enumerate(sites) if place in site)
+    inside, between = ringdp.levels()
+    del os.environ["RINGDP_SITE"]
+    assert between is dist.group.WORLD
+    return ringdp.RingDP(net, process_group=inside)
+
+
+class Incomplete:
+    """The first time this rank is as if a mean had not come, where another rank is lost: the round is made again."""
+
+    def __init__(self) -> None:
+        self._met = False
+
+    def __call__(self) -> None:
+        if not self._met:
+            self._met = True
+            dist.barrier()  # which the lost rank does not enter
+
+
+def tell(told: Told, net: nn.Module, rounds: Any) -> None:
+    told.gradients.append(hexadecimal([one.total for one in rounds._fragments]))
+    buffers = [it for it in net.buffers() if it.is_floating_point()]
+    told.parameters.append(hexadecimal([*net.parameters(), *buffers]))
+    told.sizes.append(ringdp.world_size())
+
+
+class Watch:
+    """Asks the faults at each place of an exchange, and tells whose parts are in each mean."""
+
+    def __init__(self, faults: Faults, place: int, told: Told) -> None:
+        self._faults, self._place, self._told = faults, place, told
+        self.step, self.by_time = 0, False
+
+    def here(self, phase: str) -> None:
+        self._faults.at(self._place, self.step)(phase)
+
+    def start(self, original: Any, it: Any, name: str, mine: Any, **named: Any) -> Any:
+        self.here("leaving")
+        if not self.by_time:  # which needs the seconds
+            mine = dataclasses.replace(mine, step_s=self._place + 1.0)
+        flight = original(it, name, mine, **named)
+        self.here("sent")
+        return flight
+
+    def gather(self, original: Any, *arguments: Any, **named: Any) -> Any:
+        work = original(*arguments, **named)
+        if threading.current_thread() is threading.main_thread():
+            self.here("between")
+        return work
+
+    def again(self, original: Any, it: Any, flight: Any) -> None:
+        if flight.view:
+            self.here("again")
+        original(it, flight)
+
+    def arrived(self, original: Any, it: Any, flight: Any) -> Any:
+        arrival = original(it, flight)
+        self.here("arrived")
+        return arrival
+
+    def arrive(self, original: Any, it: Any, flight: Any, beside: Any) -> Any:
+        arrival = original(it, flight, beside)
+        self.here("done")
+        return arrival
+
+    def land(self, original: Any, it: Any, number: int, flight: Any) -> Any:
+        arrival = original(it, number, flight)
+        self.here("landed")
+        members = [0 if self.by_time else round(one.step_s) - 1 for one in arrival.records]
+        self._told.extra.setdefault("members", []).append((self.step, members))
+        return arrival
+
+
+@contextlib.contextmanager
+def watched(faults: Faults, place: int, told: Told) -> Iterator[Watch]:
+    watch = Watch(faults, place, told)
+
+    def patched(what: Any, name: str, how: Callable[..., Any]) -> Any:
+        original = getattr(what, name)
+        return mock.patch.object(what, name, lambda *given, **named: how(original, *given, **named))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(exchange.FragmentExchange, "start", watch.start))
+        stack.enter_context(patched(exchange.FragmentExchange, "_send_again", watch.again))
+        stack.enter_context(patched(exchange.FragmentExchange, "_arrived", watch.arrived))
+        stack.enter_context(patched(exchange.FragmentExchange, "_arrive", watch.arrive))
+        stack.enter_context(patched(exchange, "all_gather_single", watch.gather))
+        stack.enter_context(patched(diloco.DiLoCo, "_wait", watch.land))
+        yield watch
+
+
+def of_owners(state: dict[str, Any]) -> dict[str, Any]:
+    """A rank's state with residuals of its own changes."""
+    return state | {"ranks": {"own": _scaled(state["ranks"][str(ringdp.rank())], float(ringdp.world_size()))}}
+
+
+def of_this_job(state: dict[str, Any]) -> dict[str, Any]:
+    rank, ranks = ringdp.rank(), ringdp.world_size()
+    return state | {"world_size": ranks, "ranks": {str(rank): _scaled(state["ranks"]["own"], 1.0 / ranks)}}
+
+
+def _scaled(own: dict[str, Any], factor: float) -> dict[str, Any]:
+    scaled = {}
+    for name, entry in own.items():
+        scaled[name] = dict(entry)
+        if "residual" in entry:
+            scaled[name]["residual"] = residual = entry["residual"].clone()
+            for begin, end in _C.owned_elements(dist.group.WORLD, len(residual), owner_offset_of(name)):
+                residual[begin:end] *= factor
+    return scaled
+
+
+def unequal(folder: str, faults: Faults) -> dict[str, Any]:
+    """Rounds by time, in which a rank is lost."""
+    os.environ["RINGDP_ELASTIC"] = "1"
+    with telling(folder) as (told, place):
+        net = Net(8)
+        inner = torch.optim.SGD(net.parameters(), 0.05)
+        with watched(faults, place, told) as watch:
+            watch.by_time = True
+            rounds = ringdp.DiLoCo(net, inner, every=4, fragments=ringdp.Fragments(2, delay=1), unequal=True)
+            while rounds.round < 6:
+                watch.step = rounds.round
+                x, y = batch(place, rounds.step)
+                inner.zero_grad()
+                (net(x) - y).square().mean().backward()
+                watch.here("forward")
+                inner.step()
+                threading.Event().wait(0.002 * (place + 1))
+            rounds.finish()
+        told.parameters.append(hexadecimal(list(net.parameters())))
+    return {"parameters": told.parameters, "members": told.extra["members"], "sizes": told.sizes}
