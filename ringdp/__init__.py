@@ -63,6 +63,7 @@ __all__ = [
     "MembershipChanged",
     "MismatchError",
     "PeerLostError",
+    "RankError",
     "RingDP",
     "RingError",
     "RingTimeoutError",
