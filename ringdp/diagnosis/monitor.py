@@ -215,7 +215,7 @@ class StepMonitor:
     def _log_verdict(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
         verdict = self._judged(window, parts)
-        lost = verdict.cost if verdict.kind == "host" else parts.cost
+        lost = verdict.cost if verdict.kind in ("host", "between") else parts.cost
         if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
         if verdict.kind == "none" or (verdict.same_as(self._logged) and time.monotonic() - self._logged_at < _REPEAT_S):
