@@ -27,3 +27,13 @@ def is_launcher(words: Sequence[str]) -> bool:
         if not word.startswith("-"):
             return os.path.basename(word) == "ringrun"
     return False
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether this process is ringrun or ``python -m ringdp…``, whose errors are lines for a user. `words`: its command
+    line, sys.orig_argv."""
+    if is_launcher(words):
+        return True
+    return any(
+        flag == "-m" and (name == "ringdp" or name.startswith("ringdp.")) for flag, name in zip(words, words[1:4])
+    )
