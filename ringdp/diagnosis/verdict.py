@@ -30,7 +30,8 @@ _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named
 _ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from chance
 _ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
 _MOSTLY_BETWEEN = 0.5  # of a step, from which the time between steps is worth a line
-_MOST_OF_BURSTS = 0.75  # of the loss, that a rank causes which is slow in bursts
+_NEARLY_ALL = 0.8  # of a rank's own time
+_MOST_OF_BURSTS = 0.75  # of the loss, that a rank causes which is slow at regular intervals
 _SHARES_CORE = 0.25  # of its steps that a rank was without a core, from which its host is named
 _MOST_NAMED = 4  # ranks
 _SLOW_LINK = 0.5  # of the other links' rate
@@ -95,8 +96,10 @@ def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
     if share >= COSTLY:
         limited = any(_busy(window, parts, rank) for rank in range(window.ranks))
         return remedy_verdict(parts, sent(), share, by_network=limited)
-    between = float((parts.own[:, OWN.index("between")] / parts.step).median())
-    if between >= _MOSTLY_BETWEEN:
+    passes = parts.own[:, OWN.index("between")]
+    between = float((passes / parts.step).median())
+    of_own = float((passes / parts.own.sum(1)).median())
+    if between >= _MOSTLY_BETWEEN or (between >= COSTLY and of_own >= _NEARLY_ALL):  # the rest: waiting for late loaders
         return Verdict(
             "between",
             between,
@@ -185,7 +188,7 @@ def _slowest(own: Tensor, step: float) -> _Slow | None:
     own_loss = float(lost[slowest == rank].sum()) / max(float(lost.sum()), 1e-12)
     always = float(mean[rank]) >= 0.5 * float(lost.mean()) and float(mean[rank]) >= _ERRORS * float(error[rank])
     bursts = bursts_of((own - others_of(own))[rank])
-    in_bursts = bursts is not None and own_loss >= _MOST_OF_BURSTS
+    in_bursts = bursts is not None and own_loss >= (_MOST_OF_BURSTS if bursts.every else _ALMOST_ALL)
     often = own_loss >= _ALMOST_ALL and loss >= 2 * _LEAST_LOSS and int((lost > 0.5 * step * loss).sum()) > 1
     if loss < _LEAST_LOSS or not (always or often or in_bursts):
         return None

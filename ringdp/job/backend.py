@@ -50,7 +50,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         raise InvalidArgumentError(
             f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
         )
-    config.apply_log_level()
+    config.apply_log_level(rank=options.group_rank if not options.global_ranks_in_group else None)
     if _pending is None and not dist.is_initialized() and not options.global_ranks_in_group:
         config.refuse_inside_rank(_meeting_point(options.store))
     settings = pg_options or config.RingConfig.from_environment()

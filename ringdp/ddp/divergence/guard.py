@@ -432,9 +432,8 @@ class SameData:
         if rank == 0:
             _log.warning(
                 "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"
-                " the same data? Give each rank samples of its own: torch.utils.data.DistributedSampler or"
-                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th sample, from number rank on."
-                " Logged once; guard=0 turns it off.",
+                " the same data? (guard=0: no such line)\nGive each rank samples of its own, by DistributedSampler or"
+                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th one, from number rank on.",
                 len(gathered),
                 self._alike,
                 step,
