@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -34,6 +35,4 @@ def is_command(words: Sequence[str]) -> bool:
     line, sys.orig_argv."""
     if is_launcher(words):
         return True
-    return any(
-        flag == "-m" and (name == "ringdp" or name.startswith("ringdp.")) for flag, name in zip(words, words[1:4])
-    )
+    return any(flag == "-m" and name.partition(".")[0] == "ringdp" for flag, name in itertools.pairwise(words[:4]))

@@ -1,5 +1,5 @@
-"""Sentences about ranks that failed, in the same words wherever they are said: how a process ended, and which ranks made
-different numbers of steps."""
+"""Sentences about ranks that failed, in the same words wherever they are said: how a process ended, and which ranks
+made different numbers of steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _HOW = {  # of goodbyes: what follows the rank's name
     "it called ringdp.shutdown()": " called ringdp.shutdown()",
     "its process group was destroyed": " left its process group",
 }
-_LEFT = re.compile(
-    rf"lost rank (\d+)\b.*?it left the job: ({'|'.join(map(re.escape, _HOW))}) after (\d+) steps?\b"
-)
+_LEFT = re.compile(rf"lost rank (\d+)\b.*?it left the job: ({'|'.join(map(re.escape, _HOW))}) after (\d+) steps?\b")
 _MISMATCH = re.compile(
     r"ranks disagree about operation #\d+: rank (\d+) \([^)]*\) does (.*?), rank (\d+) \([^)]*\) does (.*?); "
 )
@@ -67,9 +65,7 @@ class Unequal:
         )
 
 
-def unequal(
-    message: str, rank: int | None, made: int | None = None, *, without_step: bool = False
-) -> Unequal | None:
+def unequal(message: str, rank: int | None, made: int | None = None, *, without_step: bool = False) -> Unequal | None:
     """What the message of an error of `rank` says about different numbers of steps; None where it says nothing.
 
     Args:

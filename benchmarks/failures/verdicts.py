@@ -3,12 +3,12 @@
     python -m benchmarks verdicts                         all causes, 20 runs each
     python -m benchmarks verdicts --runs 3 --causes loader-sleep-all,burst-checkpoint
 
-A run is a new RingDP in ranks that go on from run to run, 31 steps with the cause, and the verdict after step 30. It is
+A run is a new RingDP in ranks that go on from run to run, 31 steps with the cause, and the verdict after step 30:
 
     right     the kind and cause that were injected
     silent    no rank, link or remedy was named ("none", or ranks that take turns)
-    cores     a core that other threads have, or a slow core, while other programs had some: on a machine that others use
-              that is no wrong remedy. `--alone` counts it as one
+    cores     a core that other threads have, or a slow core, while other programs had some: on a machine that others
+              use that is no wrong remedy. `--alone` counts it as one
     wrong     anything else: its remedy would have cost a user an hour
 """
 
@@ -178,7 +178,7 @@ def run_rank(cause: Cause, seed: int) -> dict[str, Any]:
             return self.layers(InBackward.apply(x.requires_grad_())) + self.more[:1]
 
     class Optimizer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             spend("after")
             super().step(closure)
 
@@ -186,7 +186,8 @@ def run_rank(cause: Cause, seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = ringdp.RingDP(Model(), guard=0)
         optimizer = Optimizer(model.parameters(), 1e-3)
-        for step in range(1, STEPS + 1):
+        for number in range(1, STEPS + 1):
+            step = number
             batch = torch.randn(ROWS, WIDTH)
             spend("between")
             optimizer.zero_grad()
@@ -260,7 +261,9 @@ def report(result: dict[str, Any]) -> str:
     for cause, rows in by_cause.items():
         counts = Counter(row["outcome"] for row in rows)
         total += counts
-        said = Counter(" ".join(filter(None, (row["verdict"].get("kind"), row["verdict"].get("cause")))) for row in rows)
+        said = Counter(
+            " ".join(filter(None, (row["verdict"].get("kind"), row["verdict"].get("cause")))) for row in rows
+        )
         named = ", ".join(f"{count} {what or 'nothing'}" for what, count in said.most_common())
         lines.append([cause, *(str(counts[one]) for one in ("right", "silent", "cores", "wrong")), named])
     runs = sum(total.values())

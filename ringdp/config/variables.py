@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ringdp.config.console_log import ConsoleLog
 from ringdp.config import inheritance, tuning
+from ringdp.config.console_log import ConsoleLog
 from ringdp.config.environments import optional_integer, several_hosts, whole_number
 from ringdp.config.parse import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
 from ringdp.config.secret import read_secret

@@ -156,7 +156,7 @@ def _cause_of_bursts(phase: str, host: str) -> Cause:
     return Cause(
         "bursts",
         "the other steps take as long as the others'",
-        "look for what some of its steps have more: longer batches, garbage collection, first uses of a kernel or shape",
+        "look for what some of its steps have more: longer batches, garbage collection, new shapes",
     )
 
 

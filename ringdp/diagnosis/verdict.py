@@ -99,7 +99,9 @@ def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
     passes = parts.own[:, OWN.index("between")]
     between = float((passes / parts.step).median())
     of_own = float((passes / parts.own.sum(1)).median())
-    if between >= _MOSTLY_BETWEEN or (between >= COSTLY and of_own >= _NEARLY_ALL):  # the rest: waiting for late loaders
+    if between >= _MOSTLY_BETWEEN or (
+        between >= COSTLY and of_own >= _NEARLY_ALL
+    ):  # the rest: waiting for late loaders
         return Verdict(
             "between",
             between,

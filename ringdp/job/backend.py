@@ -257,7 +257,9 @@ def say_farewell(how: str = _ENDED) -> None:
 
     error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
-        how += (" by " if how == _ENDED else " after ") + traceback.format_exception_only(type(error), error)[-1].strip()
+        how += (" by " if how == _ENDED else " after ") + traceback.format_exception_only(type(error), error)[
+            -1
+        ].strip()
     elif steps := _C.most_steps():
         how += f" after {steps} step{'' if steps == 1 else 's'}"
     _C.set_farewell(how)

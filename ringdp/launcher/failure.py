@@ -35,6 +35,7 @@ _LEFT = re.compile(r"it left the job: ([^;]*)")
 _DURING = re.compile(r"during (\w+ .*?)(?:, waiting for|: Connection closed)")
 _LEFT_FIRST = "but had left the job before, as the other ranks reported"
 
+
 class Blame(enum.IntEnum):
     """How likely a failure is the cause of the others; the lowest first."""
 

@@ -1,5 +1,5 @@
-"""The launcher's verdict on a failed attempt, in a file beside the ranks' logs, which ``python -m ringdp explain`` reads:
-the launcher knows how processes ended, and what the kernel did to them."""
+"""The launcher's verdict on a failed attempt, in a file beside the ranks' logs, for ``python -m ringdp explain``: the
+launcher knows how processes ended, and what the kernel did to them."""
 
 from __future__ import annotations
 

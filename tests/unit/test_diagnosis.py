@@ -258,7 +258,11 @@ def test_within_a_host_nothing_is_advised_that_makes_the_cores_do_more() -> None
 
 @pytest.mark.parametrize("thread", ["ready_s", "threads_ready_s"])
 def test_communication_that_waits_for_cores_is_not_put_down_to_the_network(thread: str) -> None:
-    facts = [link(1, 118e6, 1.5) | {thread: 0.6}, link(2, 120e6, 1.4) | {thread: 0.55}, link(0, 90e6, 1.6) | {thread: 0.6}]
+    facts = [
+        link(1, 118e6, 1.5) | {thread: 0.6},
+        link(2, 120e6, 1.4) | {thread: 0.55},
+        link(0, 90e6, 1.6) | {thread: 0.6},
+    ]
     found = verdict(window([usual()] * 3, communication=100 * MS, facts=facts))
     assert (found.kind, found.cause) == ("host", "core"), found
     assert "int8" not in str(found)

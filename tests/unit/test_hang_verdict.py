@@ -124,10 +124,15 @@ def test_what_the_launcher_knows_is_said_first(tmp_path: Path) -> None:
 
 def test_different_numbers_of_batches_are_told_without_a_launcher(tmp_path: Path) -> None:
     text = (
-        "rank 0 (host a) lost rank 1 (host a, pid 101) during all_reduce #2 (float32[10], SUM) 'bucket 0: w', waiting for"
-        " rank 1: Connection closed by peer: it left the job: its program ended after 12 steps; look at that rank's own log"
+        "rank 0 (host a) lost rank 1 (host a, pid 101) during all_reduce #2 (float32[10], SUM) 'bucket 0: w', waiting"
+        " for rank 1: Connection closed by peer: it left the job: its program ended after 12 steps; look at that rank"
     )
-    write(tmp_path, 0, [operation(1, "7", 1), operation(2, "7", 2, "failed")], failures=(failure("PeerLostError", 1, 5000, text),))
+    write(
+        tmp_path,
+        0,
+        [operation(1, "7", 1), operation(2, "7", 2, "failed")],
+        failures=(failure("PeerLostError", 1, 5000, text),),
+    )
     found = verdict(tmp_path)
     assert found.paragraph.startswith("Rank 1's program ended after 12 steps while rank 0 makes a further step: ")
     assert "DistributedSampler" in found.paragraph

@@ -125,9 +125,9 @@ def test_who_left_by_itself_and_was_stopped_while_it_was_ending_is_to_blame(rank
 
 
 LOST = (
-    "ringdp.errors.PeerLostError: {}rank 0 (host box) lost rank 1 (host box, pid 7) during all_reduce #17 (float32[59],"
-    " AVG) 'bucket 0: bias, weight', waiting for rank 1 (host box, pid 7; 0 of 236 bytes received): Connection closed by"
-    " peer: {}; look at that rank's own log for the reason (step 13, bucket 0: bias, weight)\n"
+    "ringdp.errors.PeerLostError: {}rank 0 (host box) lost rank 1 (host box, pid 7) during all_reduce #17 (float32[59]"
+    ", AVG) 'bucket 0: bias, weight', waiting for rank 1 (host box, pid 7; 0 of 236 bytes received): Connection closed"
+    " by peer: {}; look at that rank's own log for the reason (step 13, bucket 0: bias, weight)\n"
 )
 EARLY = "rank 1's program ended after 12 steps while rank 0 makes step 13: the ranks have … ("
 
@@ -136,8 +136,9 @@ def test_a_rank_whose_batches_ended_is_named_with_its_exit_code(ranks: Ranks) ->
     ranks.add(1, stderr=TRACEBACK + LOST.format(EARLY, "it left the job: its program ended after 12 steps"))
     ranks.add(0)
     assert ranks.summary()[0] == (
-        "ringrun: FAILED after 12.3 s: rank 1 finished its script after 12 steps (exit code 0) while rank 0 makes step 13:"
-        " the ranks have different numbers of batches. Use DistributedSampler, drop_last=True, or `with model.join():`"
+        "ringrun: FAILED after 12.3 s: rank 1 finished its script after 12 steps (exit code 0) while rank 0 makes step"
+        " 13: the ranks have different numbers of batches. Use DistributedSampler, drop_last=True, or"
+        " `with model.join():`"
     )
 
 

@@ -1,4 +1,4 @@
-"""The sentences about ranks with different numbers of batches, from the errors that the core and the reducer compose."""
+"""The sentences about ranks with different numbers of batches, from the errors of the core and the reducer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LOST = (
     " look at that rank's own log for the reason"
 )
 MISMATCH = (
-    "ranks disagree about operation #17: rank {0} (host box, pid 6) does {1}, rank {2} (host box, pid 7) does {3}; call the"
-    " same operations with the same shapes and dtypes in the same order on every rank"
+    "ranks disagree about operation #17: rank {0} (host box, pid 6) does {1}, rank {2} (host box, pid 7) does {3}; call"
+    " the same operations with the same shapes and dtypes in the same order on every rank"
 )
 BUCKET, METRIC = "all_reduce(float32[59], AVG) 'bucket 0: bias, weight'", "all_reduce(float32[1], SUM)"
 CAUSE = "the ranks have different numbers of batches, or rank 1 left its loop early. Use DistributedSampler,"
@@ -87,6 +87,8 @@ def test_an_error_of_the_core_has_its_class_fields_and_story() -> None:
 def test_how_a_process_ended() -> None:
     assert stories.ended(3) == "ended with exit code 3"
     assert stories.ended(-9) == "was killed by SIGKILL (often: out of memory)"
-    assert stories.ended(-9, stories.out_of_memory(1, 2)) == "was killed by SIGKILL (out of memory: the kernel ended it)"
+    assert (
+        stories.ended(-9, stories.out_of_memory(1, 2)) == "was killed by SIGKILL (out of memory: the kernel ended it)"
+    )
     assert stories.ended(-70) == "was killed by signal 70"
     assert stories.out_of_memory(None, 2) == ""

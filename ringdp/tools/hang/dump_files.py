@@ -291,7 +291,9 @@ def _of_last_process(dump: Dump) -> bool:
 
 def _said(folder: Path, dumps: Sequence[Path]) -> list[verdicts.Verdict]:
     """The verdict of the attempt with these dumps; where there is none, that of the last attempt below the folder."""
-    files = [dumps[0].parents[1] / verdicts.NAME] if dumps else sorted(folder.rglob(verdicts.NAME), key=_written_ns)[-1:]
+    files = (
+        [dumps[0].parents[1] / verdicts.NAME] if dumps else sorted(folder.rglob(verdicts.NAME), key=_written_ns)[-1:]
+    )
     return [verdict for file in files if (verdict := verdicts.read(file)) is not None]
 
 

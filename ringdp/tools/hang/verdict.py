@@ -42,7 +42,14 @@ class Verdict:
 def judge(job: Job) -> Verdict:
     """The verdict; of several faults, the one that explains the others."""
     waits = find_waits(job)
-    for found in (_disagreement(job), _death(job), _deadlock(job, waits), _stuck(job, waits), _unsent(job), _failure(job)):
+    for found in (
+        _disagreement(job),
+        _death(job),
+        _deadlock(job, waits),
+        _stuck(job, waits),
+        _unsent(job),
+        _failure(job),
+    ):
         if found is not None:
             return _with_batches(job, found)
     return Verdict(_nothing(job), (), {})
