@@ -34,8 +34,8 @@ inline void set_python_error(const Error& error, int64_t made = -1) {
   put_text("advice", context.advice);
   put_int("view", context.view);
   if (!context.survivors.empty()) fields["survivors"] = py::cast(context.survivors);
-  py::object value = py::module_::import("ringdp.errors").attr("from_core")(error_class_name(error.kind()), error.what(),
-                                                                           made, **fields);
+  py::object value = py::module_::import("ringdp.errors")
+                         .attr("from_core")(error_class_name(error.kind()), error.what(), made, **fields);
   PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
 }
 

@@ -56,7 +56,8 @@ void add_bucket_note(python_error& error, const std::string& where, const std::s
   if (ours && !exception.attr("bucket").is_none()) return;
   const std::string before = py::str(exception);
   const std::string text = before + where + Forwards::explain(before);
-  exception.attr("args") = py::make_tuple(ours ? errors.attr("with_story")(text, exception.attr("rank")) : py::str(text));
+  exception.attr("args") =
+      py::make_tuple(ours ? errors.attr("with_story")(text, exception.attr("rank")) : py::str(text));
   error.build_message();
   if (!ours) return;
   if (exception.attr("name").is_none()) exception.attr("name") = name;
