@@ -62,6 +62,9 @@ RUNNABLES = {
     "diagnosis": Runnable(
         "failures.diagnosis", "does the report name the cause that was injected?", 10, "2 cores; root"
     ),
+    "verdicts": Runnable(
+        "failures.verdicts", "how often is the report's remedy a wrong one?", 60, "2 cores; root for quota"
+    ),
     "far": Runnable("far.far", "how much of a long or lossy line do hosts get, beside gloo?", 2, "long_line or hosts"),
     "far_loss": Runnable("far.loss", "time to a loss between two sites: exact, codes, rounds", 20),
     "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost?", 5),

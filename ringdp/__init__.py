@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         MembershipChanged,
         MismatchError,
         PeerLostError,
+        RankError,
         RingError,
         RingTimeoutError,
         SystemResourceError,
@@ -63,6 +64,7 @@ __all__ = [
     "MembershipChanged",
     "MismatchError",
     "PeerLostError",
+    "RankError",
     "RingDP",
     "RingError",
     "RingTimeoutError",
@@ -148,5 +150,11 @@ def _called_by_import_torch() -> bool:
 
 
 if not _called_by_import_torch():
-    _check()
+    try:
+        _check()
+    except ImportError as error:
+        if not _early.is_command(sys.orig_argv):
+            raise
+        sys.stderr.write(f"ringdp: {error}\n")
+        sys.exit(1)
     importlib.import_module("ringdp._autoload").register()

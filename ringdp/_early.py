@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -27,3 +28,11 @@ def is_launcher(words: Sequence[str]) -> bool:
         if not word.startswith("-"):
             return os.path.basename(word) == "ringrun"
     return False
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether this process is ringrun or ``python -m ringdp…``, whose errors are lines for a user. `words`: its command
+    line, sys.orig_argv."""
+    if is_launcher(words):
+        return True
+    return any(flag == "-m" and name.partition(".")[0] == "ringdp" for flag, name in itertools.pairwise(words[:4]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ringdp import stories
+
 
 class RingError(RuntimeError):
     """Base of all of ringdp's errors; the fields name ranks, hosts and the operation (None where not known).
@@ -104,5 +106,37 @@ class GradientOverflowError(RingError, OverflowError):
     """Gradients were not finite in so many steps in a row that no loss scale can be the reason."""
 
 
+class RankError(RingError):
+    """In `ringdp.launch`: a rank raised, died or took too long. The message begins with what happened, and has every
+    failed rank's traceback, the first failure last."""
+
+
 class SystemResourceError(RingError, OSError):
     """The system refused descriptors, memory, a port or a file."""
+
+
+def from_core(kind: str, message: str, made: int = -1, /, **fields: Any) -> RingError:
+    """The exception of that class for an error of the C++ core; see `with_story`.
+
+    Args:
+        kind: the name of the class.
+        message: the core's text.
+        made: the steps that this process has made; -1 where they are not known.
+        fields: those of `RingError`.
+    """
+    cls: type[RingError] = globals()[kind]
+    return cls(with_story(message, fields.get("rank"), made), **fields)
+
+
+def with_story(message: str, rank: int | None, made: int = -1) -> str:
+    """The message of an error of `rank`, behind the sentence about different numbers of batches where they caused it.
+
+    Args:
+        message: as the core and the reducer have composed it.
+        rank: the one that raises it; None where that is not known.
+        made: as in `from_core`.
+    """
+    if stories.ADVICE in message:
+        return message
+    story = stories.unequal(message, rank, made if made > 0 else None)
+    return message if story is None else f"{story.sentence()} ({message})"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringdp.config import inheritance, tuning
+from ringdp.config.console_log import ConsoleLog
 from ringdp.config.environments import optional_integer, several_hosts, whole_number
 from ringdp.config.parse import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
 from ringdp.config.secret import read_secret
@@ -425,24 +426,29 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
     }
 
 
-def apply_log_level(environ: Mapping[str, str] | None = None) -> None:
-    """Set the level of logger ``ringdp`` from RINGDP_LOG_LEVEL, with a handler to stderr where it has none.
+def apply_log_level(environ: Mapping[str, str] | None = None, *, rank: int | None = None) -> None:
+    """Set the level of logger ``ringdp`` from RINGDP_LOG_LEVEL, and have it shown on the console.
+
+    Args:
+        environ: the variables; None takes this process's.
+        rank: of this process, once it is known.
 
     Raises:
         InvalidArgumentError: the level is not one of debug, info, warning, error.
     """
     environ = os.environ if environ is None else environ
     level = environ.get("RINGDP_LOG_LEVEL", "").strip().lower()
-    if not level:
-        return
-    if level not in _LOG_LEVELS:
+    if level and level not in _LOG_LEVELS:
         raise InvalidArgumentError(f"RINGDP_LOG_LEVEL={level} is not one of {', '.join(_LOG_LEVELS)}")
     logger = logging.getLogger("ringdp")
-    logger.setLevel(level.upper())
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
+    console = next((one for one in logger.handlers if isinstance(one, ConsoleLog)), None)
+    if console is None:
+        logger.addHandler(console := ConsoleLog())
+    console.rank = console.rank if rank is None else rank
+    if level:
+        logger.setLevel(level.upper())
+        console.setLevel(level.upper())
+        console.detailed = True
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {

@@ -9,7 +9,8 @@
 
 namespace ringdp {
 
-inline void set_python_error(const Error& error) {
+// `made`: the steps of this process, which may be part of the explanation; -1: not known.
+inline void set_python_error(const Error& error, int64_t made = -1) {
   namespace py = pybind11;
   if (error.kind() == ErrorKind::kInterrupted && PyErr_Occurred() != nullptr)
     return;  // the signal handler's own exception
@@ -33,17 +34,21 @@ inline void set_python_error(const Error& error) {
   put_text("advice", context.advice);
   put_int("view", context.view);
   if (!context.survivors.empty()) fields["survivors"] = py::cast(context.survivors);
-  py::object type = py::module_::import("ringdp.errors").attr(error_class_name(error.kind()));
-  py::object value = type(error.what(), **fields);
-  PyErr_SetObject(type.ptr(), value.ptr());
+  py::object value = py::module_::import("ringdp.errors")
+                         .attr("from_core")(error_class_name(error.kind()), error.what(), made, **fields);
+  PyErr_SetObject(py::type::handle_of(value).ptr(), value.ptr());
 }
 
-inline void register_error_translator() {
+// Returns -1: a module without steps.
+inline int64_t no_steps() { return -1; }
+
+template <int64_t (*steps_made)() = no_steps>
+void register_error_translator() {
   pybind11::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      set_python_error(error);
+      set_python_error(error, steps_made());
     }
   });
 }

@@ -14,6 +14,9 @@ from ringdp.diagnosis.window import Window
 KEPT_OFF = 0.1  # of the time that the kernel kept a rank from computing, to be called the cause
 MOST = 0.5  # of what a rank takes longer, that its cause explains
 _PAGE_WAITS = 1.0  # per step
+_BURSTS = 0.8  # of what a rank takes longer that a few steps have
+_FEW = 1 / 3  # of the steps
+_PARTLY = 0.25  # of what a rank takes longer, that missing cores explain
 _IDLE = 0.7  # of a core, below which a rank does not compute all the time that it takes
 
 SLOWS_ALL = ("quota", "memory", "core", "speed")
@@ -29,7 +32,43 @@ class Cause:
     remedy: str
 
 
-def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
+@dataclass(frozen=True)
+class Bursts:
+    """A few steps have nearly all the time by which a rank takes longer.
+
+    Attributes:
+        count: of them.
+        steps: that were looked at.
+        every: the steps from one to the next; 0: they do not come at regular intervals.
+        longer_s: the time by which it takes longer in one of them; the mean.
+    """
+
+    count: int
+    steps: int
+    every: int
+    longer_s: float
+
+    def __str__(self) -> str:
+        if self.every:
+            return f"in every {self.every}{_ORDINALS.get(self.every, 'th')} step"
+        return f"in {self.count} of {self.steps} steps"
+
+
+_ORDINALS = {2: "nd", 3: "rd"}
+
+
+def bursts_of(excess: Tensor) -> Bursts | None:
+    """The bursts of a rank that takes longer than the others by ``[steps]`` seconds; None where it has none."""
+    longer = excess.clamp(min=0)
+    at = (longer > 0.25 * longer.max()).nonzero().flatten()
+    if not 2 <= len(at) <= max(2, _FEW * len(excess)) or float(longer[at].sum()) < _BURSTS * float(longer.sum()):
+        return None
+    gaps = {int(gap) for gap in at.diff()}
+    every = min(gaps) if len(at) > 2 and max(gaps) - min(gaps) == 0 else 0
+    return Bursts(len(at), len(excess), every, float(longer[at].mean()))
+
+
+def cause_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts | None = None) -> Cause:
     """The cause for a rank that is slower than the others, most of all in that phase."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
@@ -80,6 +119,8 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
             f"look for what slows that core of {host} (another virtual machine on it, heat, a slower processor), or"
             f" {_less_work(host)}",
         )
+    if bursts is not None:
+        return _cause_of_bursts(phase, host)
     if phase == "between":
         return Cause(
             "data",
@@ -87,13 +128,36 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str) -> Cause:
             f"give its DataLoader more workers, or put the data on a faster disk of {host}",
         )
     own = float(parts.own[rank].sum()) / step
-    if cpu < _IDLE * own and cpu <= 1.5 * others_cpu:
+    waited = max(ready, share("threads_ready_s")[0])
+    idle = cpu < _IDLE * own and cpu <= 1.5 * others_cpu
+    if idle and waited >= max(KEPT_OFF, _PARTLY * excess):
+        return Cause(
+            "core",
+            f"it used a core for {cpu:.0%} of the time, and for {waited:.0%} other threads had one that it wanted",
+            f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
+        )
+    if idle:
         return Cause(
             "sleep",
             f"it used a core for {cpu:.0%} of the time, so it waits or sleeps for the rest",
             f"look for what it waits for there: a lock, a file, a request (py-spy dump --pid on {host} shows it)",
         )
     return Cause("work", "it computes all that time", _less_work(host))
+
+
+def _cause_of_bursts(phase: str, host: str) -> Cause:
+    if phase in ("between", "after"):
+        return Cause(
+            "bursts",
+            "that is a checkpoint, an evaluation or logging that it does alone, or a loader that fills up again",
+            f"write checkpoints in a thread or less often, share the work among the ranks, or put the files on a faster"
+            f" disk of {host}",
+        )
+    return Cause(
+        "bursts",
+        "the other steps take as long as the others'",
+        "look for what some of its steps have more: longer batches, garbage collection, new shapes",
+    )
 
 
 def _core_speed(window: Window, rank: int) -> float:

@@ -215,7 +215,7 @@ class StepMonitor:
     def _log_verdict(self, window: Window, parts: Split) -> None:
         step = float(parts.step.mean())
         verdict = self._judged(window, parts)
-        lost = verdict.cost if verdict.kind == "host" else parts.cost
+        lost = verdict.cost if verdict.kind in ("host", "between") else parts.cost
         if lost < COSTLY or lost * step < _LEAST_LOST_S:
             return
         if verdict.kind == "none" or (verdict.same_as(self._logged) and time.monotonic() - self._logged_at < _REPEAT_S):
@@ -223,12 +223,13 @@ class StepMonitor:
         self._logged, self._logged_at = verdict, time.monotonic()
         self._verdict = str(verdict)
         _log.warning(
-            "step %d: %.0f %% of a step (%s of %s) is not computing. %s",
+            "step %d: %.0f %% of a step (%s of %s) is not computing. %s%s",
             window.step,
             100 * lost,
             format_time(lost * step),
             format_time(step),
-            verdict,
+            verdict.text,
+            f"\nRemedy: {verdict.remedy}." if verdict.remedy else "",
         )
 
     def _judged(self, window: Window, parts: Split) -> Verdict:

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-_PACKED = struct.Struct("<4d2qQi5d64s")
+_PACKED = struct.Struct("<5d2qQi5d64s")
 FACTS_BYTES = 256  # room for them in csrc/torch/reducer/step_report.h
 ATTACHED_BYTES = 16  # at its end, for what travels with them; before that as many of a hash of the gradients
 assert _PACKED.size <= FACTS_BYTES - 2 * ATTACHED_BYTES
@@ -23,6 +24,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MANY_BYTES = 4 << 20  # more than buffers on the way hold
 _LONG_S = 0.1
+_MOST_THREADS = 64  # that are looked at
 
 Carried = Mapping[int, tuple[int, float, float, int]]
 """By peer: bytes that arrived there, seconds with something to carry, round trip, bytes a second lately."""
@@ -36,6 +38,7 @@ class Facts:
         period_s: how long that is; 0: nothing is known.
         cpu_s: of all threads of the process.
         ready_s: for which the training thread could have run, and other threads had its core.
+        threads_ready_s: the same of the thread of this process that waited longest, of all but the training thread.
         throttled_s: for which the quota of its cgroup stopped the training thread, at most.
         page_waits: faults for which a page had to be read from a disk.
         memory_bytes: resident now.
@@ -52,6 +55,7 @@ class Facts:
     period_s: float = 0.0
     cpu_s: float = 0.0
     ready_s: float = 0.0
+    threads_ready_s: float = 0.0
     throttled_s: float = 0.0
     page_waits: int = 0
     memory_bytes: int = 0
@@ -106,12 +110,14 @@ class FactCounters:
         self._quota_cores = self._least_quota()
         self._kernel, self._host = _kernel(), socket.gethostname()
         self._before = self._read()
+        self._threads = _threads_ready_s()
         self._links: dict[int, tuple[int, float, float, int]] = {}
 
     def since_last(self, carried: Carried) -> Facts:
         """What happened since the last call, or since this object was made."""
         before, self._before = self._before, self._read()
         period, cpu, ready, throttled, waits = (now - then for now, then in zip(self._before, before, strict=True))
+        threads, self._threads = self._threads, _threads_ready_s()
         link = self._busiest(carried)
         if throttled > 0:  # it may have changed, and matters
             self._quota_cores = self._least_quota()
@@ -119,6 +125,7 @@ class FactCounters:
             period_s=period,
             cpu_s=cpu,
             ready_s=ready,
+            threads_ready_s=max((now - threads.get(one, now) for one, now in self._threads.items()), default=0.0),
             throttled_s=min(throttled, ready if ready > 0 else period),  # of a group it is the sum of its threads
             page_waits=int(waits),
             memory_bytes=memory_bytes(),
@@ -204,6 +211,18 @@ def _ready_s() -> float:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(_text(f"{_PROC}/thread-self/schedstat").split()[1]) * 1e-9
     return 0.0
+
+
+def _threads_ready_s() -> dict[str, float]:
+    """The same by thread of this process, without the calling one."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        threads = sorted(os.listdir(f"{_PROC}/self/task"), key=int)
+        for one in threads[:_MOST_THREADS]:
+            if int(one) != threading.get_native_id():
+                with contextlib.suppress(OSError):  # it has ended
+                    found[one] = int(_text(f"{_PROC}/self/task/{one}/schedstat").split()[1]) * 1e-9
+    return found
 
 
 def _cpu_groups() -> list[Path]:

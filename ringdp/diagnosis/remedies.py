@@ -41,11 +41,13 @@ class Sent:
         return self.bytes / self.coded_bytes if self.coded_bytes else 1.0
 
 
-def remedy_for_communication(parts: Split, sent: Sent) -> str:
-    """The most promising first, each with the time of a step that the model predicts."""
+def remedy_for_communication(parts: Split, sent: Sent, *, by_network: bool = True) -> str:
+    """The most promising first, each with the time of a step that the model predicts. `by_network`: a link was the
+    limit, so that fewer bytes take less time; within a host encoding takes longer than copying."""
     step = float(parts.step.mean())
     exposed = float(parts.communication.mean())
-    ideas = [idea for idea in (_int8(sent, step, exposed), _buckets(parts, sent, step, exposed)) if idea is not None]
+    compressed = _int8(sent, step, exposed) if by_network else None
+    ideas = [idea for idea in (compressed, _buckets(parts, sent, step, exposed)) if idea is not None]
     ideas.append((step - exposed / 2, "accumulate gradients over two batches (no_sync)"))
     ideas.sort(key=lambda one: one[0])
     worth = [one for one in ideas if one[0] <= (1 - _WORTH) * step] or ideas[:1]

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringdp.diagnosis.causes import KEPT_OFF, MOST, SLOWS_ALL, Cause, cause_of, describe_quota, others_of
+from ringdp.diagnosis.causes import (
+    KEPT_OFF,
+    MOST,
+    SLOWS_ALL,
+    Bursts,
+    Cause,
+    bursts_of,
+    cause_of,
+    describe_quota,
+    others_of,
+)
 from ringdp.diagnosis.rank_facts import Facts
 from ringdp.diagnosis.remedies import Sent, remedy_for_communication
 from ringdp.diagnosis.split import Split
@@ -19,6 +29,9 @@ COSTLY = 0.2  # of a step: from here on communication is worth a line
 _LEAST_LOSS = 0.1  # of the steps that a rank must cost to be named
 _ERRORS = 4.0  # standard errors of the mean by which a slow rank differs from chance
 _ALMOST_ALL = 0.95  # of the loss that a rank causes which is slow now and then
+_MOSTLY_BETWEEN = 0.5  # of a step, from which the time between steps is worth a line
+_NEARLY_ALL = 0.8  # of a rank's own time
+_MOST_OF_BURSTS = 0.75  # of the loss, that a rank causes which is slow at regular intervals
 _SHARES_CORE = 0.25  # of its steps that a rank was without a core, from which its host is named
 _MOST_NAMED = 4  # ranks
 _SLOW_LINK = 0.5  # of the other links' rate
@@ -35,15 +48,16 @@ class Verdict:
 
     Attributes:
         kind: "none", "rank" (it is slower than the others), "link", "host" (ranks do not get the cores that they want),
-            "communication" (no rank or link stands out), or "uneven" (ranks take turns in being slow).
+            "communication" (no rank or link stands out), "between" (all ranks spend their time between steps), or
+            "uneven" (ranks take turns in being slow).
         cost: the share of the steps that is lost to it.
         text: its description.
         remedy: the remedy; empty for "none".
         rank: the slow one, or the sender of the slow link; None where none is named.
         peer: the receiver of the slow link.
         phase: one of `OWN`, of a slow rank.
-        cause: the cause for which a rank is slow: "quota", "memory", "core", "speed", "data", "sleep" or "work"; of
-            "host" "quota" or "core".
+        cause: the cause for which a rank is slow: "quota", "memory", "core", "speed", "bursts", "data", "sleep" or
+            "work"; of "host" "quota" or "core".
     """
 
     kind: str
@@ -75,11 +89,26 @@ def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
     share = float(parts.communication.median()) / step if step > 0 else 0.0
     if share >= COSTLY and (link := _slow_link(window, parts, share)) is not None:
         return link
-    kept = _kept_ranks(window)
-    if kept is not None and kept.cost >= share:
+    kept = _kept_ranks(window, parts)
+    without_core = float(_off_core_in_communication(window, parts).median())
+    if kept is not None and kept.cost >= share - without_core:
         return kept
     if share >= COSTLY:
-        return remedy_verdict(parts, sent(), share)
+        limited = any(_busy(window, parts, rank) for rank in range(window.ranks))
+        return remedy_verdict(parts, sent(), share, by_network=limited)
+    passes = parts.own[:, OWN.index("between")]
+    between = float((passes / parts.step).median())
+    of_own = float((passes / parts.own.sum(1)).median())
+    if between >= _MOSTLY_BETWEEN or (
+        between >= COSTLY and of_own >= _NEARLY_ALL
+    ):  # the rest: waiting for late loaders
+        return Verdict(
+            "between",
+            between,
+            f"{between:.0%} of a step passes between steps on all ranks: data loading, evaluation or logging.",
+            "give the DataLoaders more workers (num_workers), or put the data on a faster disk; evaluate and log less"
+            " often",
+        )
     if parts.cost >= COSTLY:
         return Verdict(
             "uneven",
@@ -91,13 +120,14 @@ def judge(window: Window, parts: Split, sent: Callable[[], Sent]) -> Verdict:
     return Verdict("none", parts.cost, "Communication costs little.")
 
 
-def remedy_verdict(parts: Split, sent: Sent, share: float) -> Verdict:
+def remedy_verdict(parts: Split, sent: Sent, share: float, *, by_network: bool) -> Verdict:
+    """`by_network`: a link to another rank was the limit."""
     seconds = share * float(parts.step.mean())
     text = (
         f"Communication of {format_size(sent.bytes)} of gradients is exposed for {format_time(seconds)} a step:"
         " no rank and no link is slower than the others."
     )
-    return Verdict("communication", share, text, remedy_for_communication(parts, sent))
+    return Verdict("communication", share, text, remedy_for_communication(parts, sent, by_network=by_network))
 
 
 # A slow rank.
@@ -109,6 +139,7 @@ class _Slow:
 
     rank: int
     loss: float  # the share of a step that the others wait for it
+    bursts: Bursts | None  # None: it is not slow in a few steps alone
 
 
 def _slow_rank(window: Window, parts: Split) -> Verdict | None:
@@ -118,7 +149,7 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
     if slow is None:
         return None
     phase = OWN[int((parts.own - others_of(parts.own))[slow.rank].argmax())]
-    cause = cause_of(window, parts, slow.rank, phase)
+    cause = cause_of(window, parts, slow.rank, phase, slow.bursts)
     if cause.name in SLOWS_ALL:
         return (
             None
@@ -134,10 +165,12 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
 
 def _others_have_it(window: Window, rank: int, cause: str) -> bool:
     """Whether half of the other ranks are kept from computing nearly as much: then `_kept_ranks` names all."""
-    field = {"quota": "throttled_s", "core": "ready_s"}.get(cause)
-    if field is None:
+    fields = {"quota": ("throttled_s",), "core": ("ready_s", "threads_ready_s")}.get(cause)
+    if fields is None:
         return False
-    shares = [getattr(one, field) / one.period_s if one.period_s > 0 else 0.0 for one in window.facts]
+    shares = [
+        max(getattr(one, field) for field in fields) / one.period_s if one.period_s > 0 else 0.0 for one in window.facts
+    ]
     others = sorted(shares[:rank] + shares[rank + 1 :])
     return others[len(others) // 2] >= MOST * shares[rank]
 
@@ -156,10 +189,12 @@ def _slowest(own: Tensor, step: float) -> _Slow | None:
     loss = float(lost.mean()) / step
     own_loss = float(lost[slowest == rank].sum()) / max(float(lost.sum()), 1e-12)
     always = float(mean[rank]) >= 0.5 * float(lost.mean()) and float(mean[rank]) >= _ERRORS * float(error[rank])
+    bursts = bursts_of((own - others_of(own))[rank])
+    in_bursts = bursts is not None and own_loss >= (_MOST_OF_BURSTS if bursts.every else _ALMOST_ALL)
     often = own_loss >= _ALMOST_ALL and loss >= 2 * _LEAST_LOSS and int((lost > 0.5 * step * loss).sum()) > 1
-    if loss < _LEAST_LOSS or not (always or often):
+    if loss < _LEAST_LOSS or not (always or often or in_bursts):
         return None
-    return _Slow(rank, loss)
+    return _Slow(rank, loss, bursts)
 
 
 def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, cause: Cause) -> Verdict:
@@ -173,11 +208,17 @@ def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, c
     else:
         column = OWN.index(phase)
         its, others, what = parts.own[rank, column], others_of(parts.own)[rank, column], PHASES[phase]
-    text = (
-        f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))},"
-        f" the others' {format_time(float(others))}; {cause.why}."
-        f" The others wait for it for {slow.loss:.0%} of the step."
-    )
+    if cause.name == "bursts" and slow.bursts is not None:
+        text = (
+            f"{_name(window, rank)} is slow in bursts: {slow.bursts} {PHASES[phase]} takes"
+            f" {format_time(slow.bursts.longer_s)} longer than the others'; {cause.why}."
+        )
+    else:
+        text = (
+            f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))},"
+            f" the others' {format_time(float(others))}; {cause.why}."
+        )
+    text += f" The others wait for it for {slow.loss:.0%} of the step."
     return Verdict("rank", slow.loss, text, cause.remedy, rank=rank, phase=phase, cause=cause.name)
 
 
@@ -189,7 +230,7 @@ def _name(window: Window, rank: int) -> str:
 # Ranks that do not get their cores, though none is slower than the others.
 
 
-def _kept_ranks(window: Window) -> Verdict | None:
+def _kept_ranks(window: Window, parts: Split) -> Verdict | None:
     known = {rank: facts for rank, facts in enumerate(window.facts) if facts.period_s > 0}
     throttled = {rank: facts.throttled_s / facts.period_s for rank, facts in known.items()}
     throttled = {rank: share for rank, share in throttled.items() if share >= KEPT_OFF}
@@ -201,7 +242,9 @@ def _kept_ranks(window: Window) -> Verdict | None:
         )
         remedy = "raise the quota (cpu.max, or limits.cpu of the pods), or start fewer ranks in it"
         return Verdict("host", throttled[most], text, remedy, cause="quota")
-    off_core = {rank: share for rank, share in _off_core(window).items() if share >= _SHARES_CORE}
+    waiting = _off_core_in_communication(window, parts).tolist()
+    off_core = {rank: share + waiting[rank] for rank, share in _off_core(window).items()}
+    off_core = {rank: share for rank, share in off_core.items() if share >= _SHARES_CORE}
     if not off_core:
         return None
     most = max(off_core, key=lambda rank: off_core[rank])
@@ -219,6 +262,17 @@ def _off_core(window: Window) -> dict[int, float]:
     whole = window.rows[:, :, :6].sum((1, 2))
     off_core = window.field("off_core").sum(1)
     return {rank: float(off_core[rank] / whole[rank]) for rank in range(window.ranks) if whole[rank] > 0}
+
+
+def _off_core_in_communication(window: Window, parts: Split) -> Tensor:
+    """By rank, the share of its steps in which it waited for communication while one of its own threads had no core."""
+    computing = _off_core(window)
+    shares = []
+    for rank, facts in enumerate(window.facts):
+        ready = (facts.ready_s + facts.threads_ready_s) / facts.period_s if facts.period_s > 0 else 0.0
+        communication = float(parts.communication[rank] / parts.step[rank]) if float(parts.step[rank]) > 0 else 0.0
+        shares.append(min(max(ready - computing.get(rank, 0.0), 0.0), communication))
+    return torch.tensor(shares, dtype=torch.float64, device="cpu")
 
 
 def _describe_shares(shares: dict[int, float]) -> str:

@@ -17,7 +17,7 @@ FIELDS = (
 )
 """The columns of a step's row, in seconds; csrc/torch/reducer/step_report.h explains each."""
 
-REPORT_FORM = 4
+REPORT_FORM = 5
 """The format of the ranks' messages; another number whenever a field is added."""
 
 OWN = FIELDS[:4]

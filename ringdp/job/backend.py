@@ -50,7 +50,7 @@ def create_process_group(options: Any, pg_options: RingConfig | None) -> Any:
         raise InvalidArgumentError(
             f"the backend ring takes ringdp.config.RingConfig as pg_options, not {type(pg_options).__name__}"
         )
-    config.apply_log_level()
+    config.apply_log_level(rank=options.group_rank if not options.global_ranks_in_group else None)
     if _pending is None and not dist.is_initialized() and not options.global_ranks_in_group:
         config.refuse_inside_rank(_meeting_point(options.store))
     settings = pg_options or config.RingConfig.from_environment()
@@ -244,15 +244,25 @@ def require_initialized(what: str) -> None:
         raise InvalidStateError(f"ringdp.{what}() needs ringdp.init(): call that first")
 
 
-def say_farewell() -> None:
-    """Give the other ranks the reason for which this process ends, an uncaught exception for example."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    reason = "its program ended"
-    if error is not None:
-        reason += " by " + traceback.format_exception_only(type(error), error)[-1].strip()
+_ENDED = "its program ended"
+
+
+def say_farewell(how: str = _ENDED) -> None:
+    """Give the other ranks the reason for which this process leaves: an exception for example, or the end of its steps.
+
+    Args:
+        how: this process leaves.
+    """
     from ringdp import _C
 
-    _C.set_farewell(reason)
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None:
+        how += (" by " if how == _ENDED else " after ") + traceback.format_exception_only(type(error), error)[
+            -1
+        ].strip()
+    elif steps := _C.most_steps():
+        how += f" after {steps} step{'' if steps == 1 else 's'}"
+    _C.set_farewell(how)
 
 
 def log_line(level: int, text: str) -> None:

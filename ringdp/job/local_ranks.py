@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -23,8 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ringdp import stories
 from ringdp.config import threads as compute_threads
-from ringdp.errors import InvalidArgumentError, InvalidStateError, RingError
+from ringdp.errors import InvalidArgumentError, InvalidStateError, RankError
 from ringdp.job import arguments
 
 if TYPE_CHECKING:
@@ -35,11 +37,8 @@ _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGRTMAX - 9  # at which a rank writes its stacks, whatever it does
 _STACKS_S = 1.0  # for that
 _MOST_RANKS = 1 << 16
+_LOG = re.compile(r"; look at that rank's own log(: | for the reason)")  # which is not kept here
 _AFTER_FAILURE_S = 5.0  # what the other ranks get to end, so that their errors are seen too
-
-
-class RankError(RingError):
-    """A rank raised, died or took too long; the message has every failed rank's traceback, the first failure first."""
 
 
 def launch(
@@ -71,8 +70,8 @@ def launch(
         timeout: seconds for all of it; None is no limit.
 
     Raises:
-        RankError: a rank raised, died or took too long; the message has the traceback of each, the first failure first,
-            and of a rank that took too long what its threads did; all ranks are ended.
+        RankError: a rank raised, died or took too long; the message begins with what happened and has the traceback of
+            each, the first failure last, and of a rank that took too long what its threads did; all ranks are ended.
         InvalidArgumentError: nprocs below 1, a start method that there is not, or an argument of another type.
         InvalidStateError: the function can only be reached by forking, and this process has used CUDA or has called
             `ringdp.init`.
@@ -163,6 +162,25 @@ class _Call:
     threads: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """The end of a rank that did not return: when (time.monotonic), how in a clause, and its traceback."""
+
+    at_s: float
+    how: str
+    text: str
+
+
+def _described(failed: Mapping[int, _Failure], ranks: int, function: Callable[..., Any]) -> str:
+    """The message of the error: what happened, and the ranks' tracebacks, the first failure last."""
+    # By time: the others' errors may arrive before that rank has left its groups.
+    in_order = sorted(failed, key=lambda rank: failed[rank].at_s)
+    unequal = stories.unequal_of_all({rank: failed[rank].how for rank in in_order})
+    story = f"rank {in_order[0]} {failed[in_order[0]].how}" if unequal is None else unequal.sentence()
+    tracebacks = "\n".join(f"--- rank {rank} ---\n{failed[rank].text}" for rank in reversed(in_order))
+    return f"{_name(function)} failed on {len(failed)} of {ranks} ranks: {story}\n{tracebacks}"
+
+
 class _Rank:
     """One process, and the pipe for its result or its error."""
 
@@ -187,14 +205,17 @@ class _Rank:
         self.started = True
         there.close()
 
-    def outcome(self) -> tuple[bool, Any]:
-        """Whether it returned, and the result; else when it failed (time.monotonic) and its traceback."""
+    def outcome(self, oom_kills: int | None) -> tuple[bool, Any]:
+        """Whether it returned, and the result, else its `_Failure`. `oom_kills`: of the kernel, when it was started."""
         try:
             returned, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join()
+            code = self.process.exitcode or 0
+            why = stories.out_of_memory(oom_kills, stories.oom_kills()) if code == -signal.SIGKILL else ""
+            how = stories.ended(code, why) if code else stories.WITHOUT_LEAVING
             # The time of the death is not known; the failures of other ranks follow from a death, as a rule.
-            return False, (-math.inf, f"died with code {self.process.exitcode}")
+            return False, _Failure(-math.inf, how, how)
         return returned, content
 
     def what_it_does(self) -> str:
@@ -224,28 +245,27 @@ class _Rank:
 
 def _collect(ranks: Sequence[_Rank], deadline: float, function: Callable[..., Any]) -> list[Any]:
     results: dict[int, Any] = {}
-    stories: dict[int, tuple[float, str]] = {}
+    failed: dict[int, _Failure] = {}
+    oom_kills = stories.oom_kills()
     waiting = {rank.pipe: rank for rank in ranks}
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         for ready in multiprocessing.connection.wait(list(waiting), timeout=min(left_s, 1e6)):
             rank = waiting.pop(ready)
-            returned, content = rank.outcome()
+            returned, content = rank.outcome(oom_kills)
             if returned:
                 results[rank.number] = content
                 continue
-            if not stories:
+            if not failed:
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
-            stories[rank.number] = content
+            failed[rank.number] = content
     for rank in waiting.values():
         does = rank.what_it_does()
-        stories[rank.number] = math.inf, "did not end in time" + (f"; its threads then:\n{does}" if does else "")
+        late = "did not end in time"
+        failed[rank.number] = _Failure(math.inf, late, late + (f"; its threads then:\n{does}" if does else ""))
     for rank in waiting.values():
         rank.process.kill()
-    if stories:
-        # The first failure first: the others' errors may arrive before that rank has left its groups.
-        in_order = sorted(stories.items(), key=lambda item: item[1][0])
-        tracebacks = "\n".join(f"--- rank {number} ---\n{text}" for number, (_, text) in in_order)
-        raise RankError(f"{_name(function)} failed on {len(stories)} of {len(ranks)} ranks:\n{tracebacks}")
+    if failed:
+        raise RankError(_described(failed, len(ranks), function))
     return [results[number] for number in range(len(ranks))]
 
 
@@ -268,18 +288,25 @@ def _serve(pipe: Any, rank: int, ranks: int, folder: str, stacks: str, timeout_s
         )
         try:
             result = call.function(*call.args, **call.kwargs)
-            torch.distributed.barrier()  # no rank leaves while another still works with it
+            with ringdp.named(stories.RETURNED):
+                torch.distributed.barrier()  # no rank leaves while another still works with it
         except BaseException:
             failed_at = time.monotonic()
             raise
         finally:
             ringdp.shutdown()
         answer = pickle.dumps((True, result))
-    except BaseException:
-        answer = pickle.dumps((False, (min(failed_at, time.monotonic()), traceback.format_exc())))
+    except BaseException as error:
+        what = traceback.format_exception_only(type(error), error)[-1].strip()
+        how, text = (_LOG.sub(_without_log, one) for one in (f"raised {what}", traceback.format_exc()))
+        answer = pickle.dumps((False, _Failure(min(failed_at, time.monotonic()), how, text)))
     with contextlib.suppress(OSError):  # the caller gave up
         pipe.send_bytes(answer)
     pipe.close()
+
+
+def _without_log(found: re.Match[str]) -> str:
+    return "; " if found[1] == ": " else ""
 
 
 def _end_with_the_caller() -> None:

@@ -171,6 +171,8 @@ def init(
 def shutdown() -> None:
     """Leave the job; `init` may be called again afterwards. Without a job it does nothing."""
     if dist.is_initialized():
+        if ring.BACKEND in str(dist.get_backend_config()):
+            ring.say_farewell("it called ringdp.shutdown()")
         dist.destroy_process_group()
     config.unmark_rank()
 
@@ -395,6 +397,7 @@ def _shutdown_at_exit() -> None:
     try:
         if ring.BACKEND in str(dist.get_backend_config()):
             ring.say_farewell()
-        shutdown()
+        dist.destroy_process_group()
+        config.unmark_rank()
     except Exception as error:
         _log.warning("leaving the job at exit failed: %s", error)

@@ -188,7 +188,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
 def _first_failure(failures: tuple[messages.RankFailure, ...], ranks: list[RankLogs], host: str) -> str:
     """The rank to blame, for the users of other nodes."""
     first = failure.examine(failures, tuple(ranks))[0]
-    return f"rank {first.failure.rank} on host {host} {first.description}"
+    return first.verdict(host)
 
 
 def _end_of_launcher(error: BaseException) -> str:

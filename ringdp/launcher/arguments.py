@@ -92,6 +92,11 @@ class Placement:
     notice: str
     elastic: bool = False
 
+    @property
+    def looks_at_hosts(self) -> bool:
+        """Whether the program looks at the hosts, and has something to say of those that cannot meet."""
+        return self.script is None and self.program[:2] == ("ringdp", "doctor")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:

@@ -10,6 +10,7 @@ import re
 import signal
 from pathlib import Path
 
+from ringdp import stories
 from ringdp.launcher import disks
 from ringdp.launcher.filters import plain
 from ringdp.launcher.logs import RankLogs
@@ -28,24 +29,11 @@ _CONSEQUENCES = re.compile(
     r"|Connection (closed|reset) by (remote )?peer|Broken pipe|remote process exited"
 )
 
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _LOST = re.compile(r"lost rank (\d+)\b")
 _LEFT = re.compile(r"it left the job: ([^;]*)")
+_DURING = re.compile(r"during (\w+ .*?)(?:, waiting for|: Connection closed)")
 _LEFT_FIRST = "but had left the job before, as the other ranks reported"
-
-SIGNAL_WORDS = {
-    signal.SIGKILL: "often: out of memory",
-    signal.SIGSEGV: "invalid memory access",
-    signal.SIGABRT: "a check in native code failed",
-    signal.SIGBUS: "often: the shared-memory file system /dev/shm is full",
-    signal.SIGILL: "an instruction this processor does not have",
-    signal.SIGFPE: "integer division by zero",
-    signal.SIGTERM: "another process asked it to end",
-    signal.SIGINT: "Ctrl-C, or sent by another process",
-    signal.SIGXCPU: "its limit of CPU time",
-}
-
-
-_KILLED_FROM_OUTSIDE = "often: out of memory; here the kernel's own killer did not act"
 
 
 class Blame(enum.IntEnum):
@@ -71,6 +59,7 @@ class FailureReport:
         when_s: seconds since the epoch, as near to the failure as can be known.
         signal_text: an explanation of the signal; empty for the general one of this signal.
         disk: the reason for which its logs could not be written, which may have ended it; or empty.
+        story: what happened, where that is known better than from its own end; or empty.
     """
 
     failure: RankFailure
@@ -82,6 +71,11 @@ class FailureReport:
     when_s: float
     signal_text: str = ""
     disk: str = ""
+    story: str = ""
+
+    def verdict(self, host: str) -> str:
+        """What happened, as a sentence that names the rank to blame. `host`: its name."""
+        return self.story or f"rank {self.failure.rank} on host {host} {self.description}"
 
     @property
     def raised(self) -> bool:
@@ -96,15 +90,8 @@ class FailureReport:
         disk = f"; {self.disk}" if self.disk else ""
         if self.raised:
             return f"raised {self.exception}{disk}"
-        if code < 0:
-            try:
-                number = signal.Signals(-code)
-            except ValueError:
-                return f"was killed by signal {-code}"
-            words = self.signal_text or SIGNAL_WORDS.get(number)
-            said = f": {self.exception}" if self.exception else ""
-            return f"was killed by {number.name}{f' ({words})' if words else ''}{said}"
-        return f"ended with exit code {code}{disk}"
+        said = f": {self.exception}" if code < 0 and self.exception else ""
+        return stories.ended(code, self.signal_text) + (said if code < 0 else disk)
 
     @property
     def in_short(self) -> str:
@@ -122,26 +109,24 @@ class FailureReport:
 
 
 def examine(
-    failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...], *, oom_killer_acted: bool | None = None
+    failures: tuple[RankFailure, ...], ranks: tuple[RankLogs, ...], *, killed_by: str = ""
 ) -> list[FailureReport]:
     """Reports on all failed ranks, the one to blame first.
 
     Args:
         failures: in the order in which torch's agent saw them.
         ranks: the output files of this host's ranks.
-        oom_killer_acted: whether the kernel's out-of-memory killer ended a process during the run; None where that
-            is not known.
+        killed_by: the explanation of a SIGKILL; empty where there is none.
     """
     logs = {rank.rank: rank for rank in ranks}
     reports = [_examine_one(failure, logs.get(failure.rank) or _unknown(failure)) for failure in failures]
     if all(report.blame is Blame.STOPPED_BY_US for report in reports):
         # No other rank failed, so a process outside the job has sent the signal.
         reports = [dataclasses.replace(report, blame=Blame.CAUSE) for report in reports]
-    if oom_killer_acted is not None:
-        words = "out of memory: the kernel ended it" if oom_killer_acted else _KILLED_FROM_OUTSIDE
+    if killed_by:
         killed = [report.failure.exit_code == -signal.SIGKILL and not report.failure.cause for report in reports]
         reports = [
-            dataclasses.replace(report, signal_text=words) if by_kill else report
+            dataclasses.replace(report, signal_text=killed_by) if by_kill else report
             for report, by_kill in zip(reports, killed, strict=True)
         ]
     reports = _blame_who_was_lost_first(reports)
@@ -152,7 +137,32 @@ def examine(
         for report in reports
     ]
     order = {failure.rank: index for index, failure in enumerate(failures)}
-    return sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
+    reports = sorted(reports, key=lambda r: (r.blame, r.when_s, order[r.failure.rank]))
+    return [dataclasses.replace(reports[0], story=_story(reports, ended_well=set(logs) - set(order))), *reports[1:]]
+
+
+def _story(reports: list[FailureReport], *, ended_well: set[int]) -> str:
+    """What happened, where the ranks with errors tell it of another one; empty where the first report tells it itself.
+
+    Args:
+        reports: the one to blame first.
+        ended_well: ranks of this host with exit code 0.
+    """
+    first = reports[0]
+    one = stories.unequal_of_all({report.failure.rank: report.exception or "" for report in reports})
+    stopped = one is not None and first.failure.rank == one.done and first.failure.exit_code in _STOPPED
+    if one is not None and (stopped or stories.unequal(first.exception or "", first.failure.rank)):
+        sure = one.done in ended_well
+        return one.sentence(" finished its script" if sure else "", sure=sure)
+    if first.blame is not Blame.CONSEQUENCE or (lost := _LOST.search(first.exception or "")) is None:
+        return ""
+    if int(lost[1]) not in ended_well:
+        return ""
+    left = _LEFT.search(first.exception or "")
+    how = "finished its script (exit code 0)" if left else stories.WITHOUT_LEAVING
+    during = _DURING.search(first.exception or "")
+    other = f" while rank {first.failure.rank} waited for it{f' in {during[1]}' if during else ''}"
+    return f"rank {lost[1]} {how}{other}"
 
 
 def _blame_who_was_lost_first(reports: list[FailureReport]) -> list[FailureReport]:
@@ -182,7 +192,7 @@ def _unknown(failure: RankFailure) -> RankLogs:
 def _examine_one(failure: RankFailure, logs: RankLogs) -> FailureReport:
     lines = _lines(logs.stderr)
     code = failure.exit_code
-    stopped = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    stopped = code in _STOPPED
     recorded = _recorded(logs.error_file)
     found = last_exception(lines)
     tail, tail_log = lines[-MAX_TAIL_LINES:], logs.stderr

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ringdp import _early
-from ringdp.launcher import advice, processes, tether
+from ringdp.launcher import advice, processes, reach, tether
 from ringdp.launcher.arguments import Placement
 from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
@@ -32,7 +32,7 @@ from ringdp.launcher.failure import Blame
 from ringdp.launcher.filters import Splitter
 from ringdp.launcher.host_list import Host
 from ringdp.launcher.summary import MAX_LINES, duration, finished
-from ringdp.launcher.tether import MARK, Ask, End, Hello, Orders
+from ringdp.launcher.tether import MARK, Ask, End, Hello, Orders, Reached
 from ringdp.launcher.views import Stream
 
 SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
@@ -65,6 +65,7 @@ class _Node:
         self.host, self.number = host, number
         self.hello: Hello | None = None
         self.end: End | None = None
+        self.reached: Reached | None = None
         self.last_beat_s = time.monotonic()
         self.said: deque[str] = deque(maxlen=_ANSWERS)
         self.process = subprocess.Popen(
@@ -138,10 +139,16 @@ class ManyHosts:
         try:
             if problems := self._ask():
                 return self._fail(problems)
+            apart = False
+            if self._stop_signal is None and (problems := self._try_meeting()):
+                if not self._placement.looks_at_hosts:
+                    return self._fail(problems)
+                self._say([*problems, "each host is looked at by itself:"])
+                apart = True
             if self._stop_signal is None:
-                self._order()
+                self._order(apart=apart)
                 self._watch()
-            return self._conclude(time.monotonic() - begin)
+            return max(self._conclude(time.monotonic() - begin), int(apart))
         finally:
             self._end_connections()
 
@@ -196,20 +203,51 @@ class ManyHosts:
         ]
         return f"{name} has {'; '.join(others)}: they must be the same" if others else None
 
-    def _order(self) -> None:
+    def _meeting(self) -> tuple[str, int]:
+        """The address and the port at which the hosts meet."""
         hellos = [node.hello for node in self._nodes if node.hello is not None]
+        return self._placement.address or meeting_address(hellos), self._placement.port or hellos[0].port
+
+    def _try_meeting(self) -> list[str]:
+        """Whether all hosts reach the first one where the job is to meet; the problems of those that do not."""
+        first, *others = self._nodes
+        if not others:
+            return []
+        address, port = self._meeting()
+        first.write({"listen": port})
+        self._pump_until_answered([first])
+        for node in others:
+            node.write({"reach": [address, port]})
+        self._pump_until_answered(others)
+        unreached = [(node, node.reached.why) for node in others if node.reached is not None and node.reached.why]
+        problems = [reach.sentence(node.host.name, first.host.name, address, port, why) for node, why in unreached]
+        shown = [*problems[:_NAMES], *[f"and {len(problems) - _NAMES} more hosts"] * (len(problems) > _NAMES)]
+        return [*shown, f"    {reach.remedy(first.host.name, port)}"] if problems else []
+
+    def _pump_until_answered(self, nodes: Sequence[_Node]) -> None:
+        end = time.monotonic() + reach.TRY_S + 2.0
+        while self._stop_signal is None and time.monotonic() < end:
+            if all(node.reached is not None or node.ended for node in nodes):
+                return
+            self._pump(0.2)
+
+    def _order(self, *, apart: bool) -> None:
+        """Have the launchers start the ranks. `apart`: as a job of each host."""
         placement = self._placement
-        address, port = placement.address or meeting_address(hellos), placement.port or hellos[0].port
+        address, port = self._meeting()
         environ = variables(os.environ, placement.variables)
         for node in self._nodes:
             own = [] if node.host.slots is None else ["--nproc-per-node", str(node.host.slots)]
-            if len(self._nodes) > 1:
+            if apart and node.hello is not None:
+                address, port = "127.0.0.1", node.hello.port
+            elif len(self._nodes) > 1:
                 own += ["--nnodes", str(len(self._nodes)), "--node-rank", str(node.number)]
+            if len(self._nodes) > 1:
                 own += ["--master-addr", address, "--master-port", str(port)]
             arguments = [*placement.flags, *own, *placement.program]
             node.last_beat_s = time.monotonic()
             node.write(Orders(arguments=arguments, environ=environ, secret=self._secret))
-        if len(self._nodes) > 1:
+        if len(self._nodes) > 1 and not apart:
             names = ", ".join(f"{it.name}:{it.slots}" if it.slots else it.name for it in placement.hosts)
             self._say([f"starting on {len(self._nodes)} hosts ({names}), which meet at {address} port {port}"])
 
@@ -283,6 +321,8 @@ class ManyHosts:
                 return  # it is there
             if node.hello is None:
                 node.hello = Hello(**content)
+            elif "why" in content:
+                node.reached = Reached(**content)
             else:
                 node.end = End(**{**content, "lines": tuple(content["lines"]), "lost": tuple(content["lost"])})
         elif node.hello is None:

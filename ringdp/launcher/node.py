@@ -9,7 +9,8 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from ringdp.launcher.tether import MARK, Ask, Hello, Orders, Tether, line
+from ringdp.launcher import reach
+from ringdp.launcher.tether import MARK, Ask, Hello, Orders, Reached, Tether, line
 
 
 def main() -> int:
@@ -23,6 +24,16 @@ def main() -> int:
     if answer.problem is not None:
         return 1
     content, rest = _read(commands, rest)
+    listener = None
+    while content is not None and "arguments" not in content:
+        if "listen" in content:
+            listener = reach.listen(content["listen"])
+            _say(Reached(why=""))
+        else:
+            _say(Reached(why=reach.why_not(*content["reach"])))
+        content, rest = _read(commands, rest)
+    if listener is not None:
+        listener.close()
     if content is None:  # another host cannot take part
         return 0
     orders = Orders(**content)

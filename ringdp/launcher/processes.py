@@ -153,13 +153,3 @@ def die_of(number: int) -> int:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     return 128 + number
-
-
-def oom_kills() -> int | None:
-    """The number of processes that this kernel's out-of-memory killer has ended, in containers too; None where it does
-    not count them."""
-    try:
-        with open("/proc/vmstat") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
-    except OSError:
-        return None

@@ -37,7 +37,7 @@ def failed(
     """
     first = reports[0]
     after = f"after {duration(seconds)}" + (f" and {restarts} restart{'s' if restarts > 1 else ''}" if restarts else "")
-    lines = [f"ringrun: FAILED {after}: rank {first.failure.rank} on host {host} {first.description}"]
+    lines = [f"ringrun: FAILED {after}: {first.verdict(host)}"]
     lines += [f"  {sentence}" for sentence in disks]
     tail = [line for line in first.tail if line.strip()][-max(1, MAX_TAIL_LINES - len(earlier) - len(disks)) :]
     if tail:
@@ -71,13 +71,13 @@ def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[
 def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_kept: bool) -> str:
     """The reason of a restart, in one line: the rank to blame, its failure, its log."""
     first = reports[0]
-    what = f"attempt {attempt}: rank {first.failure.rank} on host {host} {first.description}"
+    what = f"attempt {attempt}: {first.verdict(host)}"
     return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
 
 
 def lost(report: FailureReport, *, host: str, logs_kept: bool) -> str:
     """The line for a rank without which the others go on (--elastic): its cause of death, and its log."""
-    what = f"ringrun: rank {report.failure.rank} on host {host} {report.description}; the other ranks go on without it"
+    what = f"ringrun: {report.verdict(host)}; the other ranks go on without it"
     return _cut(what + (f"; log: {short_path(report.tail_log)}" if logs_kept and report.tail_log else ""))
 
 

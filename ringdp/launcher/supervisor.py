@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ringdp import _early
-from ringdp.launcher import agent, disks, failure, messages, processes, secret, summary, tether
+from ringdp import _early, stories
+from ringdp.launcher import agent, disks, failure, messages, processes, secret, summary, tether, verdicts
 from ringdp.launcher.arguments import Arguments, Placement, parse
 from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
@@ -102,7 +102,7 @@ class Supervisor:
         self._not_ours = frozenset(processes.descendants(os.getpid()))
         self._wake_read, self._wake_write = os.pipe()
         self._start_time = time.monotonic()
-        self._oom_kills = processes.oom_kills()
+        self._oom_kills = stories.oom_kills()
         self._passed_on = PassedOn()
         self._started: messages.Started | None = None
         self._failed: messages.Failed | None = None
@@ -262,12 +262,13 @@ class Supervisor:
             self._console.lines("stderr", [summary.lost(report, host=host, logs_kept=self._folder.kept)])
 
     def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
-        before, after = self._oom_kills, processes.oom_kills()
-        return failure.examine(
+        reports = failure.examine(
             failures,
             self._started.ranks if self._started else (),
-            oom_killer_acted=None if before is None or after is None else after > before,
+            killed_by=stories.out_of_memory(self._oom_kills, stories.oom_kills()),
         )
+        verdicts.leave(reports, socket.gethostname())
+        return reports
 
     def _greeting(self, started: messages.Started) -> list[str]:
         host = socket.gethostname()

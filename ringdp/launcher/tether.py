@@ -62,6 +62,17 @@ class Hello:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Reached:
+    """A host's answer to ``{"listen": port}`` (it listens there), or to ``{"reach": [address, port]}``.
+
+    Attributes:
+        why: it cannot connect; empty where it can.
+    """
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
     """The orders for the host's launcher.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ringdp.errors import InvalidArgumentError
-from ringdp.job.local_ranks import RankError, launch
+from ringdp.errors import InvalidArgumentError, RankError
+from ringdp.job.local_ranks import launch
 
 __all__ = ["RankError", "run_ranks"]
 

@@ -111,7 +111,7 @@ PYBIND11_MODULE(_core, module) {
   using namespace ringdp;
   using NoGil = py::call_guard<py::gil_scoped_release>;
   module.doc() = "ringdp's core without torch, for tests and benchmarks";
-  register_error_translator();
+  register_error_translator<>();
 
   py::class_<Store, std::shared_ptr<Store>>(module, "Store", "The key-value service of a rendezvous.");
   py::class_<CallbackStore, Store, std::shared_ptr<CallbackStore>>(module, "CallbackStore", "A store kept in Python.")

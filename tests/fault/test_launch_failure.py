@@ -40,6 +40,26 @@ def log_named_in(job: Job, summary: list[str]) -> Path:
     return job.folder / name
 
 
+def test_a_rank_with_fewer_batches(tmp_path: Path, jobs: list[Job]) -> None:
+    """In a whole job: the goodbye, the reducer's error and the launcher's verdict come from three places."""
+    text = """
+    import torch, ringdp
+    ringdp.init()
+    model = ringdp.RingDP(torch.nn.Linear(2, 1))
+    for _ in range(12 if ringdp.rank() == 1 else 13):
+        model(torch.randn(4, 2)).sum().backward()
+    """
+    job = run(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, text))
+    words = (
+        "rank 1 finished its script after 12 steps (exit code 0) while rank 0 makes step 13: the ranks have different"
+        " numbers of batches. Use DistributedSampler, drop_last=True, or `with model.join():`"
+    )
+    assert summary_of(job)[0].endswith(words)
+    assert "rank 1's program ended after 12 steps while rank 0 makes step 13: " in job.err  # of rank 0, by itself
+    (verdict,) = tmp_path.rglob("verdict.json")
+    assert words in verdict.read_text()
+
+
 def test_an_exception(tmp_path: Path, jobs: list[Job]) -> None:
     text = (
         ENDLESS

@@ -190,6 +190,31 @@ def test_ctrl_c_and_sigkill_end_all_hosts(tmp_path: Path, jobs: list[Job]) -> No
     assert_gone(job)
 
 
+def test_a_host_that_cannot_reach_the_first_one_is_named_before_anything_starts(
+    tmp_path: Path, jobs: list[Job]
+) -> None:
+    """192.0.2.1 is nobody's (RFC 5737): no answer, or no route."""
+    elsewhere = ("--master-addr", "192.0.2.1", "--master-port", "29871")
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", *elsewhere, script(tmp_path, ALONE))
+    job.wait()
+    assert job.process.returncode == 1
+    assert "ringrun: FAILED: n2 cannot reach n1 at 192.0.2.1 port 29871: " in job.err
+    assert "open TCP port 29871 of n1 to the other hosts" in job.err
+    assert "ringrun: nothing was started" in job.err
+    assert not list(tmp_path.glob("ready-*"))
+
+
+@pytest.mark.slow  # two hosts are examined
+def test_the_doctor_goes_on_with_what_it_sees_over_ssh(tmp_path: Path, jobs: list[Job]) -> None:
+    elsewhere = ("--master-addr", "192.0.2.1", "--master-port", "29871")
+    job = start(jobs, tmp_path, "-H", "n1:1,n2:1", *elsewhere, "--log-dir", "/dev/null", "-m", "ringdp", "doctor")
+    job.wait(90)
+    assert job.process.returncode == 1
+    assert "ringrun: n2 cannot reach n1 at 192.0.2.1 port 29871: " in job.err
+    assert "ringdp doctor on " in job.out
+    assert "[n2] ringdp doctor on " in job.out
+
+
 def test_over_ssh(tmp_path: Path, jobs: list[Job], ssh: str) -> None:
     sshd = f"{ssh} -T"
     path = script(tmp_path, TRAIN)

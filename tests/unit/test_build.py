@@ -205,6 +205,16 @@ def test_import_of_a_build_for_another_torch(unbuilt: Path) -> None:
     assert import_ringdp(unbuilt).startswith("ImportError: ringdp was built for torch 2.99.0 and this is torch 2.")
 
 
+@pytest.mark.parametrize("words", [["-m", "ringdp", "doctor"], ["-m", "ringdp.launcher", "--version"]])
+def test_commands_of_a_build_for_another_torch_say_it_in_a_line(unbuilt: Path, words: list[str]) -> None:
+    info = f'TORCH_VERSION = "2.99.0"\nPYTHON_TAG = "{sys.implementation.cache_tag}"\n'
+    (unbuilt / "ringdp" / "_build_info.py").write_text(info)
+    done = run(sys.executable, *words, cwd=unbuilt, PYTHONPATH=str(unbuilt), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 1
+    (line,) = done.stdout.strip().split("\n")
+    assert line.startswith("ringdp: ringdp was built for torch 2.99.0 and this is torch 2.")
+
+
 def test_import_without_torch_and_elsewhere_than_on_linux(unbuilt: Path) -> None:
     no_torch = "import sys; sys.modules['torch'] = None; import ringdp"
     assert "ImportError: ringdp needs torch 2.11 or newer" in import_ringdp(unbuilt, no_torch)

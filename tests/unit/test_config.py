@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import os
 import re
@@ -305,13 +306,72 @@ def test_log_level(ringdp_logger: logging.Logger) -> None:
     ringdp_logger.propagate = False  # pytest's own handlers would count as the user's
     config.apply_log_level({})
     assert ringdp_logger.level == logging.NOTSET
-    assert not ringdp_logger.handlers
+    assert [handler.level for handler in ringdp_logger.handlers] == [logging.WARNING]
     config.apply_log_level({"RINGDP_LOG_LEVEL": "Debug"})
     config.apply_log_level({"RINGDP_LOG_LEVEL": "info"})
     assert ringdp_logger.level == logging.INFO
     assert len(ringdp_logger.handlers) == 1
     with pytest.raises(InvalidArgumentError, match="debug, info, warning, error"):
         config.apply_log_level({"RINGDP_LOG_LEVEL": "loud"})
+
+
+def console_of(ringdp_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What the console shows of a program that has set up no logging. Called in a test: before it pytest would add
+    handlers of its own."""
+    ringdp_logger.propagate = False  # pytest's own handlers would count as the user's
+    ringdp_logger.handlers[:] = []
+    config.apply_log_level({})
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    return shown
+
+
+def test_each_line_begins_with_our_name_and_the_rank_where_it_is_another_one(
+    ringdp_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = console_of(ringdp_logger, monkeypatch)
+    log = logging.getLogger("ringdp.report")
+    log.warning("step 10: rank 1 is slow\nRemedy: less work")
+    config.apply_log_level({}, rank=2)
+    log.warning("a warning")
+    log.warning("rank 2 (host a) has waited")
+    log.info("not shown")
+    assert console.getvalue().splitlines() == [
+        "ringdp: step 10: rank 1 is slow",
+        "ringdp: Remedy: less work",
+        "ringdp: rank 2: a warning",
+        "ringdp: rank 2 (host a) has waited",
+    ]
+
+
+def test_a_program_s_own_handlers_show_what_they_did(
+    ringdp_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = console_of(ringdp_logger, monkeypatch)
+    log = logging.getLogger("ringdp.report")
+    handler = logging.StreamHandler(own := io.StringIO())
+    log.addHandler(handler)
+    try:
+        log.warning("once")
+    finally:
+        log.removeHandler(handler)
+    assert (own.getvalue(), console.getvalue()) == ("once\n", "")
+
+
+def test_beside_a_bar_of_tqdm_a_line_is_fresh_and_the_bar_is_drawn_again(
+    ringdp_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = console_of(ringdp_logger, monkeypatch)
+    tqdm = pytest.importorskip("tqdm")
+    with tqdm.tqdm(total=10, file=console, ncols=40, mininterval=0) as bar:
+        bar.update(3)
+        logging.getLogger("ringdp.report").warning("a warning")
+        bar.update(3)
+    (line,) = [line for line in console.getvalue().split("\n") if "a warning" in line]
+    before, _, shown = line.rpartition("\r")
+    assert shown == "ringdp: a warning"
+    assert before.rpartition("\r")[2].strip() == ""  # the bar was wiped out
+    assert "60%" in console.getvalue().partition("a warning")[2]
 
 
 def test_no_launcher() -> None:

@@ -113,6 +113,43 @@ def test_a_rank_that_is_slow_now_and_then_is_named_and_one_slow_step_is_nobodys_
     assert verdict(once).kind != "rank"
 
 
+@pytest.mark.parametrize(("phase", "words"), [("between", "a checkpoint"), ("backward", "garbage collection")])
+@pytest.mark.parametrize("longer_s", [0.4, 0.035])
+def test_bursts_of_one_rank_are_named_as_such(phase: str, words: str, longer_s: float) -> None:
+    made = window([usual()] * 3)
+    exposed = FIELDS.index("exposed")
+    for step in (3, 8, 13, 18):
+        made.rows[1, step, FIELDS.index(phase)] += longer_s
+        made.rows[[0, 2], step, exposed] += longer_s
+    found = verdict(made)
+    assert (found.kind, found.rank, found.phase, found.cause) == ("rank", 1, phase, "bursts"), found
+    assert "Rank 1 (host h1) is slow in bursts: in every 5th step" in found.text
+    assert words in str(found)
+    assert "num_workers" not in str(found)
+
+
+def test_bursts_at_no_regular_steps_are_counted() -> None:
+    made = window([usual()] * 2)
+    for step in (3, 4, 13, 18):
+        made.rows[1, step, FIELDS.index("between")] += 0.4
+        made.rows[0, step, FIELDS.index("exposed")] += 0.4
+    assert "in 4 of 20 steps the time between steps takes 400 ms longer" in verdict(made).text
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_loaders_that_starve_all_ranks_are_named(chance: float) -> None:
+    made = window([usual(between=1.0)] * 2, communication=2 * MS)
+    draw = random.Random(3)
+    for step in range(STEPS):  # each rank's own loader is late now and then
+        late = torch.tensor([chance * draw.uniform(0, 0.8) for _ in range(2)])
+        made.rows[:, step, FIELDS.index("between")] += late
+        made.rows[:, step, FIELDS.index("exposed")] += late.max() - late
+    found = verdict(made)
+    assert found.kind == "between", found
+    assert "of a step passes between steps on all ranks: data loading, evaluation or logging." in found.text
+    assert "num_workers" in found.remedy
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_take_turns_are_not_blamed(ranks: int) -> None:
     for seed in range(50):
@@ -213,6 +250,33 @@ def test_links_of_one_speed_are_not_blamed_but_communication_is() -> None:
     assert "compression='int8'" in found.remedy
 
 
+def test_within_a_host_nothing_is_advised_that_makes_the_cores_do_more() -> None:
+    found = verdict(window([usual()] * 3, communication=100 * MS))  # no rank has a link over a network
+    assert found.kind == "communication"
+    assert "int8" not in found.remedy
+
+
+@pytest.mark.parametrize("thread", ["ready_s", "threads_ready_s"])
+def test_communication_that_waits_for_cores_is_not_put_down_to_the_network(thread: str) -> None:
+    facts = [
+        link(1, 118e6, 1.5) | {thread: 0.6},
+        link(2, 120e6, 1.4) | {thread: 0.55},
+        link(0, 90e6, 1.6) | {thread: 0.6},
+    ]
+    found = verdict(window([usual()] * 3, communication=100 * MS, facts=facts))
+    assert (found.kind, found.cause) == ("host", "core"), found
+    assert "int8" not in str(found)
+
+
+def test_a_busy_machine_is_not_a_lock() -> None:
+    """A rank that waits for a core now and then, in threads of its own, or when its sleep is over."""
+    for busy in ({"ready_s": 0.25}, {"threads_ready_s": 0.3}):
+        facts = [{"cpu_s": 0.35} | busy, {"cpu_s": 0.4}]
+        found = verdict(window([usual(forward=60 * MS), usual()], facts=facts))
+        assert (found.kind, found.cause) == ("rank", "core"), found
+        assert "a lock" not in str(found)
+
+
 def test_a_burst_that_a_buffer_took_is_not_the_speed_of_a_link() -> None:
     """What was once said: 117 MB/s, the others' 591 MB/s, of links of one speed."""
     facts = [link(to, 117e6, 0.5) for to in (1, 2, 3, 0)]
@@ -290,7 +354,7 @@ def test_ranks_of_one_kernel_share_a_clock_and_before_an_exchange_nothing_is_kno
 
 
 def test_facts_come_back_as_they_were_sent() -> None:
-    facts = Facts(1.5, 1.25, 0.5, 0.25, 7, 1 << 33, 2**64 - 1, 3, 1e9, 2.5, 1e-4, 1e8, 0.5, "a-host.example")
+    facts = Facts(1.5, 1.25, 0.5, 0.75, 0.25, 7, 1 << 33, 2**64 - 1, 3, 1e9, 2.5, 1e-4, 1e8, 0.5, "a-host.example")
     assert Facts.unpacked(facts.packed() + bytes(20)) == facts
     assert Facts.unpacked(bytes(256)) == Facts(link_to=0)
 

@@ -20,6 +20,7 @@ BUILT_INS = {
     "HandshakeError": ConnectionError,
     "InvalidArgumentError": ValueError,
     "InvalidStateError": RuntimeError,
+    "RankError": RuntimeError,
     "SystemResourceError": OSError,
     "GradientOverflowError": OverflowError,
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ringdp import __main__ as commands
+from ringdp.tools.hang import explain
 from ringdp.tools.hang.dump_files import read_job
 from ringdp.tools.hang.verdict import Verdict, judge
 
@@ -92,6 +93,52 @@ def test_the_rank_that_never_called_is_named_with_its_operation_and_its_stack(tm
     assert "load_batch" in found.stacks[1]
 
 
+def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
+    flow = {"peer": 1, "sends": False, "first_ns": 0, "last_ns": 0, "moved": 0, "total": 40}
+    waits = operation(2, "7", 99, "started", order="message", kind="recv", flows=[flow], call_site=0)
+    write(tmp_path, 0, [operation(1, "7", 1), waits])
+    write(tmp_path, 1, [operation(1, "7", 1)], stacks=SLEEP)
+    found = verdict(tmp_path)
+    assert found.guilty == (1,)
+    assert "for rank 1, which has not sent it. Rank 1 waits for a lock at train.py:88" in found.paragraph
+    assert found.paragraph.startswith("Rank 0 waits in recv in a message (float32[10], SUM) (called at train.py:31 in")
+
+
+def test_what_the_launcher_knows_is_said_first(tmp_path: Path) -> None:
+    """How a process ended, and what the kernel did: no dump has that."""
+    lost = "rank 0 (host a) lost rank 1 (host a, pid 101) during all_reduce #2: Connection closed by peer: no goodbye"
+    attempt = tmp_path / "attempt_0"
+    operations = [operation(1, "7", 1), operation(2, "7", 2, "failed")]
+    write(attempt / "0", 0, operations, failures=(failure("PeerLostError", 1, 5000, lost),))
+    words = "rank 1 on host a was killed by SIGKILL (out of memory: the kernel ended it)"
+    (attempt / "verdict.json").write_text(json.dumps({"rank": 1, "words": words}))
+    job = read_job([tmp_path])
+    text = explain.report(job, judge(job))
+    assert text.startswith(f"ringrun: {words}\n\nRank 1 was lost first: ")
+    assert "It left no dump" not in text
+    for dump in attempt.rglob("dump_*"):
+        dump.unlink()
+    job = read_job([tmp_path])
+    assert explain.report(job, judge(job)) == f"ringrun: {words}\n\nNo rank has left a dump."
+
+
+def test_different_numbers_of_batches_are_told_without_a_launcher(tmp_path: Path) -> None:
+    text = (
+        "rank 0 (host a) lost rank 1 (host a, pid 101) during all_reduce #2 (float32[10], SUM) 'bucket 0: w', waiting"
+        " for rank 1: Connection closed by peer: it left the job: its program ended after 12 steps; look at that rank"
+    )
+    write(
+        tmp_path,
+        0,
+        [operation(1, "7", 1), operation(2, "7", 2, "failed")],
+        failures=(failure("PeerLostError", 1, 5000, text),),
+    )
+    found = verdict(tmp_path)
+    assert found.paragraph.startswith("Rank 1's program ended after 12 steps while rank 0 makes a further step: ")
+    assert "DistributedSampler" in found.paragraph
+    assert "It left no dump" not in found.paragraph
+
+
 def test_a_rank_that_has_not_created_the_group(tmp_path: Path) -> None:
     write(tmp_path, 0, [operation(1, "8", 1, "started")], groups=(WORLD, PAIR))
     write(tmp_path, 1, [operation(1, "7", 1)])
@@ -164,7 +211,7 @@ def test_who_died_first_and_left_no_dump(tmp_path: Path) -> None:
     found = verdict(tmp_path)
     assert found.guilty == (2,)
     assert found.paragraph.startswith("Rank 2 was lost first: rank 0 (host a) lost rank 2")
-    assert "It left no dump, so it was ended from outside" in found.paragraph
+    assert "It left no dump, so its process was ended (SIGKILL, out of memory, os._exit)" in found.paragraph
     assert "Rank 1 went after it" in found.paragraph
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ringdp import stories
 from ringdp.launcher import disks, summary
 from ringdp.launcher.failure import examine, last_exception
 from ringdp.launcher.filters import plain
@@ -29,7 +30,7 @@ class Ranks:
         self.logs: list[RankLogs] = []
 
     def add(self, exit_code: int, *, stderr: str = "", stdout: str = "", error: str = "", at_s: float = 1000.0) -> None:
-        rank = len(self.failures)
+        rank = len(self.logs)
         folder = self.folder / str(rank)
         folder.mkdir()
         logs = RankLogs(
@@ -46,12 +47,14 @@ class Ranks:
             Path(logs.error_file).write_text(json.dumps({"message": {"message": error, "extraInfo": {}}}))
             os.utime(logs.error_file, (at_s, at_s))
         self.logs.append(logs)
+        if exit_code == 0:  # torch's agent counts failures alone
+            return
         self.failures.append(
             RankFailure(rank=rank, local_rank=rank, pid=100 + rank, exit_code=exit_code, observed_s=float(int(at_s)))
         )
 
-    def summary(self, *, oom_killer_acted: bool | None = None) -> list[str]:
-        reports = examine(tuple(self.failures), tuple(self.logs), oom_killer_acted=oom_killer_acted)
+    def summary(self, *, killed_by: str = "") -> list[str]:
+        reports = examine(tuple(self.failures), tuple(self.logs), killed_by=killed_by)
         return failed(reports, host="box", folder=str(self.folder), seconds=12.34, restarts=0)
 
 
@@ -97,8 +100,8 @@ def test_an_exception_that_was_logged_long_ago_is_not_the_cause(ranks: Ranks) ->
 def test_sigkill_is_put_down_to_what_the_kernel_has_counted(ranks: Ranks) -> None:
     ranks.add(-signal.SIGKILL)
     assert "SIGKILL (often: out of memory)" in ranks.summary()[0]
-    assert "SIGKILL (out of memory: the kernel ended it)" in ranks.summary(oom_killer_acted=True)[0]
-    assert "the kernel's own killer did not act" in ranks.summary(oom_killer_acted=False)[0]
+    assert "SIGKILL (out of memory: the kernel ended it)" in ranks.summary(killed_by=stories.out_of_memory(4, 5))[0]
+    assert "the kernel's own killer did not act" in ranks.summary(killed_by=stories.out_of_memory(4, 4))[0]
 
 
 def test_all_ended_by_somebody_elses_sigterm(ranks: Ranks) -> None:
@@ -119,6 +122,55 @@ def test_who_left_by_itself_and_was_stopped_while_it_was_ending_is_to_blame(rank
     assert "rank 1 on host box was killed by SIGTERM" in summary[0]
     assert "had left the job before, as the other ranks reported: its program ended" in summary[0]
     assert "  then: ranks 0, 2 PeerLostError" in summary
+
+
+LOST = (
+    "ringdp.errors.PeerLostError: {}rank 0 (host box) lost rank 1 (host box, pid 7) during all_reduce #17 (float32[59]"
+    ", AVG) 'bucket 0: bias, weight', waiting for rank 1 (host box, pid 7; 0 of 236 bytes received): Connection closed"
+    " by peer: {}; look at that rank's own log for the reason (step 13, bucket 0: bias, weight)\n"
+)
+EARLY = "rank 1's program ended after 12 steps while rank 0 makes step 13: the ranks have … ("
+
+
+def test_a_rank_whose_batches_ended_is_named_with_its_exit_code(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + LOST.format(EARLY, "it left the job: its program ended after 12 steps"))
+    ranks.add(0)
+    assert ranks.summary()[0] == (
+        "ringrun: FAILED after 12.3 s: rank 1 finished its script after 12 steps (exit code 0) while rank 0 makes step"
+        " 13: the ranks have different numbers of batches. Use DistributedSampler, drop_last=True, or"
+        " `with model.join():`"
+    )
+
+
+@pytest.mark.parametrize("last", [-signal.SIGTERM, 3])
+def test_a_rank_whose_end_is_not_known_may_have_left_early(ranks: Ranks, last: int) -> None:
+    ranks.add(1, stderr=TRACEBACK + LOST.format(EARLY, "it left the job: its program ended after 12 steps"))
+    ranks.add(last)
+    words = ranks.summary()[0]
+    if last == 3:
+        assert words.endswith("rank 1 on host box ended with exit code 3")
+    else:
+        assert "rank 1's program ended after 12 steps while rank 0 makes step 13: " in words
+        assert "or rank 1 left its loop early. Use DistributedSampler" in words
+
+
+def test_a_rank_that_ends_well_and_leaves_the_others_waiting_is_named(ranks: Ranks) -> None:
+    ranks.add(1, stderr=TRACEBACK + LOST.format("", "the connection ended without a goodbye"))
+    ranks.add(0)
+    during = "while rank 0 waited for it in all_reduce #17 (float32[59], AVG) 'bucket 0: bias, weight'"
+    left = f"rank 1 ended with exit code 0 without leaving the job (os._exit?) {during}"
+    assert ranks.summary()[0].endswith(left)
+
+
+def test_a_metric_behind_the_loop_that_met_a_bucket_is_told_with_both_steps(ranks: Ranks) -> None:
+    text = (
+        "ranks disagree about operation #17: rank 0 (host box, pid 6) does all_reduce(float32[59], AVG) 'bucket 0: w',"
+        " rank 1 (host box, pid 7) does all_reduce(float32[1], SUM); call the same"
+    )
+    told = "rank 1 calls all_reduce(float32[1], SUM) after 12 steps while rank 0 makes a further step: "
+    ranks.add(1, stderr=TRACEBACK + f"ringdp.errors.MismatchError: ({text} (step 13, bucket 0: w))\n", at_s=1000.1)
+    ranks.add(1, stderr=TRACEBACK + f"ringdp.errors.MismatchError: {told}({text} (reported by rank 0 (host box)))\n")
+    assert "rank 1 calls all_reduce(float32[1], SUM) after 12 steps while rank 0 makes step 13: " in ranks.summary()[0]
 
 
 def test_nobody_is_blamed_where_the_others_lost_different_ranks(ranks: Ranks) -> None:

@@ -50,7 +50,7 @@ def fails():
 
 try:
     ringdp.launch(fails, nprocs=2)
-except ringdp.testing.RankError as error:
+except ringdp.RankError as error:
     print(error)
 """
 COMPUTED = """
@@ -79,7 +79,7 @@ def sleeps():
 
 try:
     ringdp.launch(sleeps, nprocs=2, timeout=5)
-except ringdp.testing.RankError as error:
+except ringdp.RankError as error:
     print(error)
 """
 STAYS = """
@@ -118,10 +118,11 @@ def test_the_error_has_the_rank_and_its_traceback() -> None:
     done = run(FAILS)
     assert done.returncode == 0, done.stderr
     text = done.stdout
-    assert text.startswith("fails failed on 2 of 2 ranks:\n--- rank 1 ---\nTraceback")
-    assert "KeyError: 'no such column'" in text
-    assert "--- rank 0 ---" in text
-    assert "PeerLostError" in text
+    assert text.startswith("fails failed on 2 of 2 ranks: rank 1 raised KeyError: 'no such column'\n--- rank 0 ---\n")
+    of_rank_0, _, of_rank_1 = text.partition("--- rank 1 ---\nTraceback")
+    assert "it called ringdp.shutdown() after KeyError: 'no such column'" in of_rank_0
+    assert "KeyError: 'no such column'" in of_rank_1
+    assert " log" not in text  # no rank has one
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ ENVIRONMENT_IN_CPP = re.compile(r"\b(getenv|secure_getenv|setenv|putenv|unsetenv
 # Each folder of ringdp, and each module beside them: what else of ringdp it may import. "" is the package itself, for
 # __version__. What a row names stands below it: the rows have no circle.
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
+    "stories": set(),
+    "errors": {"stories"},
     "refusals": {"errors"},
     "values": {"errors"},
     "text": set(),
@@ -55,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_build_info": set(),
     "_build": {"_build_info"},
     "config": {"errors", "_build", "_C"},
-    "job": {"", "errors", "refusals", "config", "_build", "_C"},
+    "job": {"", "errors", "stories", "refusals", "config", "_build", "_C"},
     "compression": {"errors", "values", "refusals", "_C"},
     "hooks": {"errors", "refusals", "compression", "job", "_C"},
     "diagnosis": {"", "errors", "text", "costs", "config", "job", "_C"},
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"errors", "refusals", "config", "job", "compression", "hooks", "_C"},
     "nn": {"errors", "values", "job", "kvstore", "_C"},
     "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
-    "launcher": {"", "_early", "errors", "refusals", "config", "diagnosis"},
+    "launcher": {"", "_early", "errors", "stories", "refusals", "config", "diagnosis"},
     "launch": {"launcher", "job"},
     "_autoload": {"job"},
     # The face names what is public, and loads it when it is used.

@@ -320,6 +320,11 @@ void Engine::set_farewell(const std::string& reason) {
   farewell_ = reason;
 }
 
+void Engine::set_farewell_if_none(const std::string& reason) {
+  MutexLock lock(role_.mutex());
+  if (farewell_.empty()) farewell_ = reason;
+}
+
 void Engine::say_bye() {
   progress_.take_inbox();
   std::string reason;

@@ -93,6 +93,7 @@ class Engine {
   const OperationRecorder& recorder() const { return recorder_; }
   // Why this rank leaves, for the goodbye: "its program ended by ValueError: no such file".
   void set_farewell(const std::string& reason);
+  void set_farewell_if_none(const std::string& reason);
   // Fails operations in flight and sends goodbyes to the peers. Returns when they have read them, or after a time
   // limit. Connections that break meanwhile should be replaced.
   void take_leave();

@@ -1,8 +1,8 @@
 """The guard of a RingDP: finds out whether all ranks still have the same replica.
 
 Once every so many steps, a window, at the forward after a backward that synchronised, a rank hashes a part of its
-replica's bytes, the next part each time. The hash travels beside the training and is compared a window later. Windows
-and parts are cut so that a difference is found within `every` steps; in the other steps a guard only counts.
+replica's bytes, the next part each time. The hash travels beside the next step and is compared at the forward after it.
+Windows and parts are cut so that a difference is found within `every` steps; in the other steps a guard only counts.
 
 `AttachedGuard` is the one that is on by default: every RINGDP_REPORT_EVERY steps `diagnosis.monitor.StepMonitor` asks
 it for a message and gives it those of all ranks, so that the hash of a part is its only cost. `SameData` reads from
@@ -239,6 +239,9 @@ class DivergenceGuard:
             return
         before, self._steps = self._steps, steps
         self._looks += 1
+        if self._pending is not None and self._group is not None:
+            (gather, step), self._pending = self._pending, None
+            self._judge(wrapper, self._group, gather.wait(), step)
         if steps // self._window != before // self._window:
             self._exchange(wrapper, steps)
 
@@ -256,9 +259,6 @@ class DivergenceGuard:
         name, group = f"divergence guard, step {steps}", wrapper.process_group
         if self._group is None:
             self._group = group_for_background(group, "divergence guard")
-        if self._pending is not None:
-            (gather, step), self._pending = self._pending, None
-            self._judge(wrapper, self._group, gather.wait(), step)
         data = _PACKED.pack(steps, self._looks, self.comparison.hash(wrapper, self._part_of(steps), self._rounds))
         if is_elastic(group):  # what is under way beside the training would end it when a rank is lost
             self._judge(wrapper, group, as_unit(group, name, lambda: BackgroundGather(data, group, name).wait()), steps)
@@ -280,7 +280,7 @@ def cut(every: int, replica_bytes: int) -> tuple[int, int]:
     """How many steps a window has, and in how many parts the replica is hashed, one in each window.
 
     The cheapest cut by which a difference is found within `every` steps: a byte is hashed within parts * window steps,
-    and its hash is compared a window later. A long window has few exchanges, and larger parts.
+    and its hash is compared within a window. A long window has few exchanges, and larger parts.
     """
 
     def bytes_per_step(window: int) -> float:
@@ -432,9 +432,8 @@ class SameData:
         if rank == 0:
             _log.warning(
                 "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"
-                " the same data? Give each rank samples of its own: torch.utils.data.DistributedSampler or"
-                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th sample, from number rank on."
-                " Logged once; guard=0 turns it off.",
+                " the same data? (guard=0: no such line)\nGive each rank samples of its own, by DistributedSampler or"
+                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th one, from number rank on.",
                 len(gathered),
                 self._alike,
                 step,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringdp.launcher import verdicts
 from ringdp.text import cut
 
 PATTERN = "dump_rank*_*.json"
@@ -106,10 +107,11 @@ class Dump:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The newest dump of each rank, and a sentence for each file that could not be used."""
+    """The newest dump of each rank, a sentence for each file that could not be used, and the launchers' verdicts."""
 
     dumps: dict[int, Dump]
     problems: tuple[str, ...]
+    said: tuple[verdicts.Verdict, ...] = ()
 
     @property
     def world(self) -> int:
@@ -122,15 +124,18 @@ class Job:
 
 
 def read_job(folders: Sequence[Path]) -> Job:
-    """Read the dumps below the folders: of each folder those of the newest run.
+    """Read the dumps below the folders, and what the launchers have said: of each folder those of the newest run.
 
     Raises:
-        FileNotFoundError: there is no dump at all.
+        FileNotFoundError: there is nothing of both.
     """
     found: list[Dump] = []
     problems: list[str] = []
+    said: list[verdicts.Verdict] = []
     for folder in folders:
-        for path in _newest_run([folder] if folder.is_file() else sorted(folder.rglob(PATTERN))):
+        paths = _newest_run([folder] if folder.is_file() else sorted(folder.rglob(PATTERN)))
+        said += _said(folder, paths)
+        for path in paths:
             try:
                 found.append(read(path))
             except (OSError, ValueError) as error:
@@ -141,7 +146,7 @@ def read_job(folders: Sequence[Path]) -> Job:
         known = dumps.get(dump.rank)
         if known is None or dump.at_ns > known.at_ns:
             dumps[dump.rank] = dump
-    if not dumps:
+    if not dumps and not said:
         where = ", ".join(map(str, folders))
         reason = f": {problems[0]}" if problems else ""
         raise FileNotFoundError(f"no dump of a rank ({PATTERN}) below {where}{reason}")
@@ -151,7 +156,7 @@ def read_job(folders: Sequence[Path]) -> Job:
             f"These dumps are of jobs of {' and of '.join(map(str, worlds))} ranks, and the result may mix them:"
             " give the folders of one job"
         )
-    return Job(dict(sorted(dumps.items())), tuple(problems))
+    return Job(dict(sorted(dumps.items())), tuple(problems), tuple(said))
 
 
 def read(path: Path) -> Dump:
@@ -282,6 +287,18 @@ def read_note(path: Path) -> tuple[int, str] | None:
 def _of_last_process(dump: Dump) -> bool:
     note = read_note(dump.path.with_name(f"process_rank{dump.rank}.json"))
     return note is None or note[0] == dump.pid
+
+
+def _said(folder: Path, dumps: Sequence[Path]) -> list[verdicts.Verdict]:
+    """The verdict of the attempt with these dumps; where there is none, that of the last attempt below the folder."""
+    files = (
+        [dumps[0].parents[1] / verdicts.NAME] if dumps else sorted(folder.rglob(verdicts.NAME), key=_written_ns)[-1:]
+    )
+    return [verdict for file in files if (verdict := verdicts.read(file)) is not None]
+
+
+def _written_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def _newest_run(paths: Iterable[Path]) -> list[Path]:

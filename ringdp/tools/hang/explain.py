@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 def report(job: Job, verdict: Verdict) -> str:
     """The verdict, a table of the groups, and the stacks of the ranks that the verdict names."""
-    parts = [verdict.paragraph]
+    said = [f"ringrun: {one.words}" for one in job.said]
+    if not job.dumps:
+        return "\n\n".join([*said, "No rank has left a dump."])
+    parts = [*said, verdict.paragraph]
     if job.absent:
         named = ", ".join(map(str, job.absent[:_MOST_NAMED]))
         more = f" and {len(job.absent) - _MOST_NAMED} more" if len(job.absent) > _MOST_NAMED else ""

@@ -6,12 +6,14 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from ringdp import stories
 from ringdp.tools.hang.dump_files import Dump, Failure, Group, Job, Operation
 
 # Code that is not the user's, wherever it was installed.
 _FOREIGN = re.compile(
     r"/lib/python3|/site-packages/|/ringdp/(compression|data|ddp|hooks|integrations|job|launcher|testing|tools)/|^<"
 )
+_LEFT_JOB = ": it left the job"  # in the errors of the others, where a rank has said goodbye
 _VIEW = "/view "  # in the names of an elastic group after a loss
 # Ranks write their dumps at different moments: what one has called shortly before is on its way to the others.
 _SHORT_NS = 1_000_000_000
@@ -40,10 +42,32 @@ class Verdict:
 def judge(job: Job) -> Verdict:
     """The verdict; of several faults, the one that explains the others."""
     waits = find_waits(job)
-    for found in (_disagreement(job), _death(job), _deadlock(job, waits), _stuck(job, waits), _failure(job)):
+    for found in (
+        _disagreement(job),
+        _death(job),
+        _deadlock(job, waits),
+        _stuck(job, waits),
+        _unsent(job),
+        _failure(job),
+    ):
         if found is not None:
-            return found
+            return _with_batches(job, found)
     return Verdict(_nothing(job), (), {})
+
+
+def _with_batches(job: Job, verdict: Verdict) -> Verdict:
+    """With the sentence about different numbers of batches, where these are the cause and no launcher has said so."""
+    if any(stories.ADVICE in one.words for one in job.said):
+        return verdict
+    messages = {rank: it.text for rank, dump in job.dumps.items() for it in dump.failures}
+    unequal = stories.unequal_of_all(messages, without_step=True)
+    if unequal is None:
+        return verdict
+    return dataclasses.replace(verdict, paragraph=f"{_capital(unequal.sentence())}. {verdict.paragraph}")
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def find_waits(job: Job) -> list[Wait]:
@@ -137,9 +161,10 @@ def _death(job: Job) -> Verdict | None:
     dump = job.dumps.get(first.guilty)
     others = sorted({it.guilty for it in lost[1:]} - {first.guilty})
     paragraph = f"Rank {first.guilty} was lost first: {_first_sentence(first.text)}."
-    if dump is None:
+    left = _LEFT_JOB in first.text
+    if dump is None and not left and not job.said:
         paragraph += (
-            " It left no dump, so it was ended from outside (SIGKILL, out of memory) or its host was lost;"
+            " It left no dump, so its process was ended (SIGKILL, out of memory, os._exit) or its host was lost;"
             " the end of its own log, and the host's kernel log, say more."
         )
     if any(_VIEW in group.name for group in _groups(job)):
@@ -214,6 +239,22 @@ def _stuck(job: Job, waits: Sequence[Wait]) -> Verdict | None:
     )
     paragraph += " ".join(_instead(job, job.dumps[rank], first) for rank in guilty)
     return Verdict(paragraph, tuple(guilty), {rank: _main_stack(job.dumps[rank]) for rank in guilty})
+
+
+def _unsent(job: Job) -> Verdict | None:
+    """A message that a rank waits for and another one has not sent."""
+    for dump in job.dumps.values():
+        for it in dump.operations:
+            senders = [flow["peer"] for flow in it.flows if not flow.get("sends") and not flow.get("first_ns")]
+            if it.order != "message" or it.ended_well or not senders or dump.at_ns - it.queued_ns < _SHORT_NS:
+                continue
+            sender = senders[0]
+            paragraph = f"Rank {dump.rank} waits in {it.title}{_at(it)} for rank {sender}, which has not sent it."
+            other = job.dumps.get(sender)
+            if other is not None and (state := state_of_main_thread(other.stacks)):
+                paragraph += f" Rank {sender} {state}."
+            return Verdict(paragraph, (sender,), {sender: _main_stack(other)} if other else {})
+    return None
 
 
 def _instead(job: Job, dump: Dump, wait: Wait) -> str:

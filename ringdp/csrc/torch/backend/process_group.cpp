@@ -8,6 +8,7 @@
 #include "torch/backend/arguments.h"
 #include "torch/backend/call.h"
 #include "torch/backend/sparse.h"
+#include "torch/backend/steps_made.h"
 #include "torch/backend/watchdog.h"
 #include "torch/bindings/without_python_lock.h"
 
@@ -109,7 +110,10 @@ void ProcessGroupRing::close() {
     now = membership_;
   }
   now.close();
-  if (now.runtime && owns_runtime_) now.runtime->shut_down();
+  if (now.runtime && owns_runtime_) {
+    now.runtime->engine().set_farewell_if_none("its process group was destroyed" + after_steps());
+    now.runtime->shut_down();
+  }
   hooks_->wait_for_abort_hooks();
 }
 

@@ -3,10 +3,11 @@
 
 #include "python_algorithms.h"
 #include "python_errors.h"
+#include "torch/backend/steps_made.h"
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "ringdp's process group and reducer";
-  ringdp::register_error_translator();
+  ringdp::register_error_translator<ringdp::most_steps>();
   ringdp::bind_algorithms(module);
   ringdp::bind_work(module);
   ringdp::bind_failed_future(module);

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "torch/backend/steps_made.h"
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/without_python_lock.h"
 #include "torch/reducer/messages.h"

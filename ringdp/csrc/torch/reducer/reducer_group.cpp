@@ -51,10 +51,13 @@ void add_bucket_note(python_error& error, const std::string& where, const std::s
   const py::gil_scoped_acquire gil;
   const py::handle exception(error.value);
   if (!exception || PyErr_GivenExceptionMatches(exception.ptr(), PyExc_RuntimeError) == 0) return;
-  const bool ours = py::isinstance(exception, py::module_::import("ringdp.errors").attr("RingError"));
+  const py::module_ errors = py::module_::import("ringdp.errors");
+  const bool ours = py::isinstance(exception, errors.attr("RingError"));
   if (ours && !exception.attr("bucket").is_none()) return;
-  const std::string text = py::str(exception);
-  exception.attr("args") = py::make_tuple(text + where + Forwards::explain(text));
+  const std::string before = py::str(exception);
+  const std::string text = before + where + Forwards::explain(before);
+  exception.attr("args") =
+      py::make_tuple(ours ? errors.attr("with_story")(text, exception.attr("rank")) : py::str(text));
   error.build_message();
   if (!ours) return;
   if (exception.attr("name").is_none()) exception.attr("name") = name;

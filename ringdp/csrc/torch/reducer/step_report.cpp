@@ -15,13 +15,12 @@
 #include "engine/elastic_group.h"
 #include "kernels/hash64.h"
 #include "torch/backend/process_group.h"
+#include "torch/backend/steps_made.h"
 #include "torch/backend/work.h"
 #include "torch/reducer/messages.h"
 
 namespace ringdp {
 namespace {
-
-std::atomic<int64_t> most = 0;
 
 int64_t nanoseconds(StepTimes::Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
@@ -40,7 +39,7 @@ void StepTimes::note_first_launch() { stats_.launched_ns = nanoseconds(Clock::no
 void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool local) {
   const auto now = Clock::now();
   ++stats_.steps;
-  if (stats_.steps > most.load(std::memory_order_relaxed)) most.store(stats_.steps, std::memory_order_relaxed);
+  note_steps(stats_.steps);
   stats_.computed_ns = nanoseconds(gradients_done);
   stats_.finished_ns = nanoseconds(now);
   stats_.unused_bytes = unused_bytes;
@@ -49,8 +48,6 @@ void StepTimes::end(Clock::time_point gradients_done, int64_t unused_bytes, bool
   stats_.total_backward_s += stats_.backward_s;
   stats_.total_exposed_wait_s += stats_.exposed_wait_s;
 }
-
-int64_t most_steps() { return most.load(std::memory_order_relaxed); }
 
 void StepTimes::count_kept(const BucketPlan& plan) {
   stats_.buckets = stats_.bytes = 0;

@@ -68,9 +68,6 @@ class StepTimes {
   Clock::time_point began_;
 };
 
-// The largest number of steps of a reducer of this process, alive or destroyed. Any thread.
-int64_t most_steps();
-
 // The cost of one bucket in its last sending.
 struct BucketRow {
   std::size_t index = 0;
