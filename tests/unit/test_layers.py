@@ -67,12 +67,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"errors", "refusals", "config", "job", "compression", "hooks", "_C"},
     "nn": {"errors", "values", "job", "kvstore", "_C"},
     "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
+    "script": {"errors", "values", "config", "job", "data", "ddp"},
     "launcher": {"", "_early", "errors", "refusals", "config", "diagnosis"},
     "launch": {"launcher", "job"},
     "_autoload": {"job"},
     # The face names what is public, and loads it when it is used.
     "__init__": {"_early", "errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint"}
-    | {"data", "kvstore", "nn", "rounds", "_autoload", "_build", "testing"},
+    | {"data", "kvstore", "nn", "rounds", "script", "_autoload", "_build", "testing"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
