@@ -1,6 +1,8 @@
 """ResNet-18 on scikit-learn's digits, in one process, without ringdp; n_processes.py is this script on ranks.
 
-python examples/one_process.py
+    python examples/one_process.py
+
+The last line of each epoch has the accuracy on 360 other images.
 """
 
 from __future__ import annotations

@@ -438,3 +438,18 @@ def test_nothing_else_is_documented_as_an_argument() -> None:
     section = pages.section(FROM_DDP, "Arguments")
     rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("- `")]
     assert rows == list(ARGUMENTS)
+
+
+TROUBLE = "docs/how-to/troubleshooting.md"
+# Of Python, torch and Linux, not of ringdp.
+OF_OTHERS = ("ModuleNotFoundError", "DataLoader worker", "CUDA out of memory", "KeyError")
+
+
+def test_texts_of_errors_are_those_of_the_sources() -> None:
+    files = [path for ending in ("*.py", "*.cpp") for path in (ROOT / "ringdp").rglob(ending)]
+    # What Python or C++ puts together of pieces is one text.
+    sources = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+    entries = re.findall(r"^- ((?:`[^`]+`(?:, | and )?)+)", pages.read(TROUBLE), re.MULTILINE)
+    texts = [text for entry in entries for text in re.findall(r"`([^`]+)`", entry)]
+    assert len(texts) >= 20
+    assert [text for text in texts if text not in sources and not text.startswith(OF_OTHERS)] == []

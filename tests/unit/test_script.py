@@ -29,6 +29,7 @@ import ringdp
 from ringdp.data import BalancedSampler
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from tests.train.harness import errors_of, on_ranks, run_ranks
+from tests.unit import doc_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -343,6 +344,11 @@ def test_a_script_for_one_process_needs_six_changed_lines() -> None:
     assert len(changed) <= MOST_CHANGED
     used = set(re.findall(r"ringdp\.(\w+)", " ".join(changed)))
     assert used == {"init", "prepare", "gather", "print", "checkpoint"}
+
+
+def test_the_page_shows_the_changed_lines() -> None:
+    (shown,) = doc_pages.blocks("docs/how-to/from_one_process.md", "diff")
+    assert [line[1:] for line in shown.text.splitlines() if line[0] == "+"] == changed_lines()
 
 
 @pytest.mark.ci
