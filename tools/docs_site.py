@@ -4,21 +4,23 @@ The pages of docs/ are written for GitHub, where a link may leave docs/. On the 
 is made of the file (an example, the changes), else to the repository where one is known, else it is the file's path
 as plain text. Pages about the Python modules are made from docstrings and exist on the site alone.
 
-The repository is DOCS_REPOSITORY, an https address, or git's remote `origin`.
+The repository is that of `toolchain.repository`.
 """
 
 from __future__ import annotations
 
 import ast
 import html
-import os
 import posixpath
 import re
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import toolchain  # noqa: E402
 
 # Of the page of `ringdp`: its parts, in the order in which users need them. A member of RingDP that is not named here
 # is one that libraries call.
@@ -82,7 +84,7 @@ def examples() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    config.repo_url = config.repo_url or os.environ.get("DOCS_REPOSITORY") or _origin()
+    config.repo_url = config.repo_url or toolchain.repository()
     if config.repo_url:
         config.edit_uri = "edit/main/docs/"
         config.repo_name = "/".join(config.repo_url.rstrip("/").split("/")[-2:])
@@ -90,13 +92,6 @@ def on_config(config: Any) -> Any:
     assert found
     config.site_name = f"ringdp {found[1]}"
     return config
-
-
-def _origin() -> str | None:
-    asked = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    address = done.stdout.strip().removesuffix(".git")
-    return address if done.returncode == 0 and address.startswith("https://") else None
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -96,7 +96,7 @@ def init(
     Args:
         backend: anything ``torch.distributed.init_process_group`` takes. None is ``cpu:ring,cuda:nccl`` where
             each rank has a GPU of its own and NCCL is there, else ``ring``, which takes CUDA tensors through the
-            host's memory; RINGDP_CUDA decides otherwise (docs/how-to/gpu.md).
+            host's memory; RINGDP_CUDA decides otherwise.
         rank: this rank, for ``mp.spawn`` and notebooks; together with ``world_size`` or not at all.
         world_size: the number of ranks.
         init_method: where the ranks meet, ``tcp://host:port`` or ``file:///path``; None takes the launcher's.
