@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     network = bert(options) if options.model == "bert" else Encoder(options)
     model, loader, test_loader = ringdp.prepare(network, loader, DataLoader(unseen, batch_size=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
     torch.manual_seed(options.seed + 1 + ringdp.rank())  # other holes and dropout on each rank
     bar = tqdm(total=options.steps, desc="training", disable=ringdp.rank() != 0)
     model.train()
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            schedule.step()
             bar.update()
             steps += 1
             if steps == options.steps:
@@ -81,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=int, default=64, help="characters of a piece (default %(default)s)")
     add("--width", type=int, default=64, help="numbers per character inside (default %(default)s)")
     add("--layers", type=int, default=2, help="layers of the encoder (default %(default)s)")
-    add("--lr", type=float, default=3e-3, help="learning rate of AdamW (default %(default)s)")
+    add("--lr", type=float, default=3e-3, help="highest learning rate of AdamW (default %(default)s)")
     add("--characters", type=int, default=300_000, help="of text to read, at most (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, order and holes (default %(default)s)")
     return parser.parse_args(arguments)
