@@ -21,7 +21,7 @@ from tests.helpers import need
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     shown = capsys.readouterr().out
-    for command in ("bench", "doctor", "dump", "env", "explain", "timeline", "top"):
+    for command in ("bench", "doctor", "dump", "env", "explain", "timeline", "top", "track"):
         assert f"\n    {command} " in shown
 
 
