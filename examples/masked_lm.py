@@ -1,10 +1,10 @@
 """A masked language model: the model sees text with holes and fills them, as BERT is trained.
 
     python launch.py --nproc-per-node 2 examples/masked_lm.py
-    python launch.py --nproc-per-node 2 examples/masked_lm.py --model bert     # Hugging Face's BERT, in RingDP
+    python launch.py --nproc-per-node 2 examples/masked_lm.py --model roberta  # Hugging Face's RoBERTa, in RingDP
     python examples/masked_lm.py                                               # one rank, no launcher
 
-The text are the docstrings of this Python's own library, so nothing is downloaded, and BERT begins with random weights.
+The text are the docstrings of this Python's own library, so nothing is downloaded; RoBERTa begins with random weights.
 At the end: how many of the hidden characters of unseen text are right, against always the most frequent one. If the
 model is not better than that, the exit code is 1.
 """
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     training, unseen = (TensorDataset(part) for part in read(options))
     loader = DataLoader(training, batch_size=options.batch_size, shuffle=True, drop_last=True)
-    network = bert(options) if options.model == "bert" else Encoder(options)
+    network = hugging_face(options) if options.model == "roberta" else Encoder(options)
     model, loader, test_loader = ringdp.prepare(network, loader, DataLoader(unseen, batch_size=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=("own", "bert"), default="own", help="bert: needs transformers (default %(default)s)")
+    add("--model", choices=("own", "roberta"), default="own", help="roberta: needs transformers (default %(default)s)")
     add("--steps", type=int, default=400, help="steps to train (default %(default)s)")
     add("--batch-size", type=int, default=32, help="pieces of text per rank and step (default %(default)s)")
     add("--length", type=int, default=64, help="characters of a piece (default %(default)s)")
@@ -127,18 +127,18 @@ class Encoder(nn.Module):
         return out
 
 
-def bert(options: argparse.Namespace) -> nn.Module:
-    """Hugging Face's BERT of that size, with random weights."""
+def hugging_face(options: argparse.Namespace) -> nn.Module:
+    """RoBERTa of that size with its norms in front, which learns from random weights without a long warm-up."""
     try:
-        from transformers import BertConfig, BertForMaskedLM
+        from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
     except ImportError as error:
-        sys.exit(f"--model bert needs transformers ({error}): pip install transformers")
+        sys.exit(f"--model roberta needs transformers ({error}): pip install transformers")
     size = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "num_hidden_layers": options.layers}
-    config = BertConfig(
-        vocab_size=ALPHABET, max_position_embeddings=options.length, num_attention_heads=4, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, **size,
+    config = RobertaPreLayerNormConfig(
+        vocab_size=ALPHABET, max_position_embeddings=options.length + 1, pad_token_id=0, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **size,
     )  # fmt: skip
-    network: nn.Module = BertForMaskedLM(config)
+    network: nn.Module = RobertaPreLayerNormForMaskedLM(config)
     return network
 
 

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Lines:
-    """The whole lines of a metrics file up to `_position` were given. Where the file has begun anew, those that were not
-    given are in `earlier(file)`."""
+    """The whole lines of a metrics file up to `_position` were given. Where the file has begun anew, the ones that were
+    not given are in `earlier(file)`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
