@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks, parameters = ringdp.world_size(), sum(p.numel() for p in model.parameters())
     ringdp.print(f"{ranks} rank{'s' if ranks > 1 else ''}, {options.model}, {parameters:,} parameters")
     ringdp.print(
-        f"  {'ok    ' if learned else 'FAILED'} loss at the end {last:.3f}; right of the hidden characters of unseen text:"
+        f"  {'ok    ' if learned else 'FAILED'} loss at the end {last:.3f}; right of hidden characters of unseen text:"
         f" {right:.3f}, by the most frequent one {by_frequency:.3f}",
         flush=True,
     )

@@ -51,7 +51,7 @@ QUICK = {
     ),
     "masked_lm": (
         ["--steps=150", "--width=32", "--layers=1", "--characters=60000", "--lr=0.01"],
-        r"own, 2[\d,]+ parameters\n  ok     loss at the end [123]\.\d{3}; right of the hidden characters of unseen text:"
+        r"own, 2[\d,]+ parameters\n  ok     loss at the end [123]\.\d{3}; right of hidden characters of unseen text:"
         r" 0\.\d{3}, by the most frequent one 0\.\d{3}",
     ),
     "recommender": (
