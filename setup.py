@@ -26,12 +26,14 @@ def metadata(torch: str | None) -> dict[str, Any]:
     """The version and the requirements, of sources or of a build for this torch."""
     found = re.search(r'^__version__ = "(.+)"$', Path("ringdp/__init__.py").read_text(), re.MULTILINE)
     version = found[1] if found else "0"
+    common = {"project_urls": toolchain.project_urls()}
     if torch is None:
-        return {"version": version, "install_requires": [f"torch>={'.'.join(map(str, toolchain.MINIMUM_TORCH))}"]}
+        oldest = ".".join(map(str, toolchain.MINIMUM_TORCH))
+        return common | {"version": version, "install_requires": [f"torch>={oldest}"]}
     major, minor = toolchain.release(torch)
     early = ".dev0" if re.search(r"[a-z]", torch.split("+")[0]) else ""  # a development version is older
     required = f"torch>={major}.{minor}{early or '.0'},<{major}.{minor + 1}{early or '.0'}"
-    return {"version": f"{version}+torch{major}.{minor}", "install_requires": [required]}
+    return common | {"version": f"{version}+torch{major}.{minor}", "install_requires": [required]}
 
 
 def arguments(words: list[str]) -> dict[str, Any]:

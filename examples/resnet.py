@@ -1,8 +1,8 @@
 """ResNet-18 on CIFAR-10, or without it on scikit-learn's digits scaled up to 32 x 32 pixels in three colours.
 
-    python launch.py --nproc-per-node 2 examples/resnet.py --width 16                    # digits, on a CPU
-    python launch.py --nproc-per-node 4 examples/resnet.py --data cifar-10-batches-py --epochs 30 --sync-bn
-    python examples/resnet.py --width 8 --epochs 2                                       # one rank, no launcher
+    python launch.py --nproc-per-node 2 examples/resnet.py                               # digits, on a CPU
+    python launch.py --nproc-per-node 4 examples/resnet.py --data cifar-10-batches-py --width 64 --epochs 30
+    python examples/resnet.py --width 8 --epochs 2                                      # one rank, no launcher
 
 CIFAR-10 is not downloaded. The python version (170 MB) is at https://www.cs.toronto.edu/~kriz/cifar.html:
     curl -O https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz && tar xf cifar-10-python.tar.gz
@@ -74,7 +74,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=positive, default=3, help="passes over the training images (default %(default)s)")
     add("--batch-size", type=positive, default=32, help="images per rank and step (default %(default)s)")
     add("--lr", type=float, default=0.05, help="highest learning rate of SGD, momentum 0.9 (default %(default)s)")
-    add("--width", type=positive, default=64, help="channels of the first stage; ResNet-18 has %(default)s")
+    add(
+        "--width", type=positive, default=16, help="channels of the first stage; ResNet-18 has 64 (default %(default)s)"
+    )
     add("--sync-bn", action="store_true", help="normalise over the images of all ranks, not of each by itself")
     add("--min-accuracy", type=float, default=0.0, help="accuracy to reach on the test images (default %(default)s)")
     add("--seed", type=int, default=0, help="seed of the split, the weights and the order (default %(default)s)")

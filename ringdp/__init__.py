@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         world_size,
     )
     from ringdp.rounds import DiLoCo, Fragments, LocalSGD, levels
+    from ringdp.script import gather, main_first, prepare, print
 
 __all__ = [
     "Compression",
@@ -74,6 +75,7 @@ __all__ = [
     "compression",
     "data",
     "device",
+    "gather",
     "gradient_memory",
     "hooks",
     "init",
@@ -82,10 +84,13 @@ __all__ = [
     "launch",
     "levels",
     "local_rank",
+    "main_first",
     "metrics",
     "monitored_barrier",
     "named",
     "nn",
+    "prepare",
+    "print",
     "rank",
     "shutdown",
     "testing",
@@ -108,6 +113,7 @@ _HOME |= {
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
 _MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
+_HOME |= dict.fromkeys(("gather", "main_first", "prepare", "print"), "script")
 _HOME |= dict.fromkeys(("DiLoCo", "Fragments", "LocalSGD", "levels"), "rounds")
 
 

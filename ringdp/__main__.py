@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import timeline, top
+from ringdp.tools import env, timeline, top, track
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 from ringdp.tools.hang import dump, explain
 
-TOOLS = (bench, doctor, dump, explain, timeline, top)
+TOOLS = (bench, doctor, dump, env, explain, timeline, top, track)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
@@ -22,6 +22,8 @@ examples:
   ringrun -H node1:4,node2:4 -m ringdp bench --collective all
   python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
   python -m ringdp explain logs/RUN               why a job hangs or failed
+  python -m ringdp env                            versions and settings, for a report of a fault
+  python -m ringdp track metrics/ --to wandb      the metrics to wandb or MLflow
   python -m ringdp top metrics/                   which ranks wait for which others, while the job runs
 """
 
@@ -34,11 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="show the versions of ringdp, torch and Python")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for tool in TOOLS:
         tool.add_parsers(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(words)
+    if args.version:
+        sys.stdout.write(f"{env.versions()}\n")
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 0
     args.argv = words[1:]  # of the command alone, for ranks that it starts
     return int(args.run(args))
 

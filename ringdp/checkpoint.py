@@ -33,6 +33,7 @@ from ringdp.errors import InvalidArgumentError, MismatchError, SystemResourceErr
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes, as_tensor, broadcast_bytes, require_member, together
 from ringdp.job.elastic import as_unit
+from ringdp.text import number_of_ranks
 
 _log = logging.getLogger("ringdp.checkpoint")
 _NAME = re.compile(r"step-(\d{12})\.([0-9a-f]{16})\.pt")
@@ -421,10 +422,10 @@ def _unpacked(content: bytes | bytearray, path: str, group: dist.ProcessGroup) -
     if not alike and own is not None:
         if group.rank() == 0:
             _log.warning(
-                "checkpoint %s was saved by %d ranks and these are %d: no rank gets the state that each rank kept for"
+                "checkpoint %s was saved by %s and these are %d: no rank gets the state that each rank kept for"
                 " itself (own is None), so random generators stay as they are",
                 path,
-                loaded["world_size"],
+                number_of_ranks(loaded["world_size"]),
                 group.size(),
             )
         own = None

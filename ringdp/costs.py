@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from ringdp.errors import InvalidArgumentError
+from ringdp.text import number_of_ranks
 
 HALF_TYPES = ("float16", "bfloat16")
 DIRECT_RANKS = 16  # of AlgorithmTable (csrc/collective/algorithm_table.h), as it is built in
@@ -62,7 +63,7 @@ class HostLayout:
     def spread(cls, *, ranks: int, hosts: int, cores: int) -> HostLayout:
         """``ranks`` over ``hosts`` as evenly as it goes, the first ones having one more."""
         if not 1 <= hosts <= ranks:
-            raise InvalidArgumentError(f"{ranks} ranks cannot be on {hosts} hosts: each host needs one")
+            raise InvalidArgumentError(f"{number_of_ranks(ranks)} cannot be on {hosts} hosts: each host needs one")
         least, more = divmod(ranks, hosts)
         return cls(tuple(least + (host < more) for host in range(hosts)), cores)
 

@@ -33,6 +33,11 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def number_of_ranks(count: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
 def cut(text: str, most: int = 48) -> str:
     """The text, or its beginning and ``…``."""
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -151,3 +151,27 @@ def check_toolchain() -> str:
     version = check_compiler()
     check_python_headers()
     return version
+
+
+def repository() -> str | None:
+    """The project's https address: DOCS_REPOSITORY, or git's remote `origin`; None where there is neither."""
+    if address := os.environ.get("DOCS_REPOSITORY"):
+        return address.rstrip("/")
+    asked = ["git", "-C", str(Path(__file__).resolve().parents[1]), "remote", "get-url", "origin"]
+    try:
+        address = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # there is no git
+        return None
+    return address.removesuffix(".git") if address.startswith("https://") else None
+
+
+def project_urls() -> dict[str, str]:
+    """For the metadata: where the sources, the documentation and the changes are."""
+    address = repository()
+    if address is None:
+        return {}
+    return {
+        "Source": address,
+        "Documentation": f"{address}/tree/main/docs",
+        "Changes": f"{address}/blob/main/CHANGELOG.md",
+    }

@@ -8,6 +8,8 @@
     python -m benchmarks plots quality          error of an all-reduce of 8 ranks over bits an element
     sudo python -m benchmarks time_to_loss --hosts 4 --rate 100mbit --json docs/lab/plots/loss.json
     python -m benchmarks plots loss             training loss over time; `resnet`: the same of the ResNet-18
+    python -m benchmarks plots curves           measures: examples/n_processes.py with other batches and learning rates
+    python -m benchmarks plots gains            the table "In short" of docs/lab/benchmarks.md
     python -m benchmarks plots far              time to a loss between two sites, from what far_loss has kept
 
 Results are in docs/lab/plots/NAME.json, a picture goes to docs/lab/plots/NAME.svg; `--draw` only draws again.
@@ -18,6 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +36,14 @@ FOLDER = ROOT / "docs" / "lab" / "plots"
 COUNTS = {"busbw": "2,4,8", "hosts": "2,3,4,6,8"}
 SIZES = {"busbw": "4k,16k,64k,256k,1m,4m,25m,100m", "hosts": "25m"}
 COLOURS = ("#c02030", "#3060c0", "#208040", "#808080", "#c08020", "#8040a0")
+BENCHMARKS = ROOT / "docs" / "lab" / "benchmarks.md"
+CURVES = {  # of examples/n_processes.py: ranks and arguments
+    "1 process, batch 32": (1, ["--batch-size", "32"]),
+    "4 ranks, 8 each (the same 32)": (4, ["--batch-size", "8"]),
+    "4 ranks, 32 each (128)": (4, ["--batch-size", "32"]),
+    "4 ranks, 32 each, learning rate x 4": (4, ["--batch-size", "32", "--lr", "0.2"]),
+    "the same, warm-up of 22 steps": (4, ["--batch-size", "32", "--lr", "0.2", "--warm-up", "22"]),
+}
 LOOKS: dict[str, dict[str, Any]] = {  # of each backend, the same in every plot
     "ring": {"label": "ringdp", "color": "#c02030", "marker": "o", "linewidth": 2.0},
     "gloo": {"label": "gloo", "color": "#3060c0", "marker": "s"},
@@ -197,9 +210,52 @@ def draw_far(kept: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
+def measure_curves() -> dict[str, list[float]]:
+    """The accuracy after each of eight epochs."""
+    found = {}
+    for label, (ranks, words) in CURVES.items():
+        command = [sys.executable, "-m", "ringdp.launch", "--log-dir", os.devnull, "-n", str(ranks)]
+        script = [str(ROOT / "examples/n_processes.py"), "--epochs", "8", "--save", str(ROOT / "build/curves"), *words]
+        done = subprocess.run([*command, *script], capture_output=True, text=True, check=True, cwd=ROOT)
+        found[label] = [float(it) for it in re.findall(r"accuracy (0\.\d+)", done.stdout)]
+    return found
+
+
+def draw_curves(result: dict[str, list[float]], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for (label, accuracies), colour in zip(result.items(), COLOURS, strict=False):
+        axis.plot(range(1, len(accuracies) + 1), accuracies, marker="o", color=colour, label=label)
+    axis.set(xlabel="epochs", ylabel="accuracy on unseen digits", title="examples/n_processes.py")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    return figure
+
+
+def rows_in_short() -> list[tuple[str, str, str, float]]:
+    """Of docs/lab/benchmarks.md: the question, both times as they are written, ours as a part of gloo's."""
+    rows = re.findall(
+        r"^\| ([^|]*) \| ([\d.]+ .s) \| (?:DDP on )?gloo ([\d.]+ .s)", BENCHMARKS.read_text("utf-8"), re.M
+    )
+    parts = [float(ours.split()[0]) / float(theirs.split()[0]) for _, ours, theirs in rows]
+    return [(*row, part) for row, part in zip(rows, parts, strict=True)]
+
+
+def draw_gains(result: Sequence[tuple[str, str, str, float]], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(8, 0.62 * len(result) + 0.6))
+    for place, (question, ours, theirs, part) in enumerate(reversed(result)):
+        axis.barh(place + 0.18, part, height=0.34, color=LOOKS["ring"]["color"])
+        axis.barh(place - 0.18, 1, height=0.34, color=LOOKS["gloo"]["color"])
+        axis.text(part + 0.01, place + 0.18, f"ringdp {ours}", va="center", fontsize=8)
+        axis.text(1.01, place - 0.18, f"gloo {theirs}", va="center", fontsize=8)
+        axis.text(-0.01, place, question, va="center", ha="right", fontsize=8)
+    axis.set(xlim=(0, 1.18), title="shorter is faster")
+    axis.axis("off")
+    return figure
+
+
 PLOTS: dict[str, Callable[..., Any]] = {
     "busbw": draw_busbw, "hosts": draw_hosts, "model": draw_model, "quality": draw_quality, "loss": draw_loss,
-    "resnet": draw_loss, "far": draw_far,
+    "resnet": draw_loss, "far": draw_far, "curves": draw_curves, "gains": draw_gains,
 }  # fmt: skip
 
 
@@ -210,6 +266,10 @@ def results_for(args: argparse.Namespace) -> Any:
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / f"{args.plot}.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         return results
+    if args.plot == "gains":
+        return rows_in_short()
+    if args.plot == "curves" and not args.draw:
+        (args.folder / "curves.json").write_text(json.dumps(measure_curves(), indent=1), encoding="utf-8")
     files = [args.folder / f"{name}.json" for name in (COUNTS if args.plot == "model" else [args.plot])]
     found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
     if not found:

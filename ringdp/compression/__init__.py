@@ -1,7 +1,7 @@
 """Compressors, which encode gradients as fewer bytes, and the rules that assign them to parameters.
 
-A compressor is an object with ``compress(x, info)`` and ``decompress(payload, info)``; docs/start/custom_compressors.md
-builds one. Nothing here communicates: `ringdp.RingDP` and `ringdp.hooks.ddp_hook` move the payloads.
+A compressor is an object with ``compress(x, info)`` and ``decompress(payload, info)``. Nothing here communicates:
+`ringdp.RingDP` and `ringdp.hooks.ddp_hook` move the payloads.
 """
 
 from ringdp.compression.auto import Auto

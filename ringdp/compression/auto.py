@@ -26,7 +26,7 @@ ALLOW: Mapping[str, tuple[str, ...]] = {
 class Auto:
     """The fastest of the codes that `allow` permits, by measured speeds: ``RingDP(..., compression="auto")``.
 
-    ringdp/ddp/compression/auto.py measures, ringdp/ddp/compression/tuner.py decides. It is not a compressor itself.
+    RingDP measures links and steps, and decides. It is not a compressor itself.
 
     Args:
         allow: ``"exact"`` nothing lossy; ``"near"`` bfloat16 and int8; ``"4bit"`` also int4 with error feedback;

@@ -105,7 +105,7 @@ class Compressor(Protocol):
         aggregate: how the ranks' payloads become one mean: ``owner`` (the default) encodes twice and moves as few bytes
             as an all-reduce; ``merge``: the same for payloads that the compressor can add up by itself, see
             `MergeCompressor`; ``gather``: each rank decodes all payloads; ``sum``: payload tensors are added up,
-            for linear methods; ``rounds``: see `RoundsCompressor`. docs/start/custom_compressors.md has the costs.
+            for linear methods; ``rounds``: see `RoundsCompressor`.
         fixed_size: payloads of equally many elements have the same dtypes and sizes (True); False costs an exchange of
             sizes before each exchange of payloads.
         carries_nan: an infinity or NaN in the elements decodes to one (False): the framework then looks for them

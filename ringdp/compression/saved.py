@@ -25,6 +25,7 @@ from ringdp.compression.exchange.states import Key, Remembered
 from ringdp.compression.feedback import EF21, ErrorFeedback
 from ringdp.compression.methods.top_k import DGC
 from ringdp.errors import InvalidArgumentError
+from ringdp.text import number_of_ranks
 
 Saved: TypeAlias = dict[str, Any]
 _FORMAT = 1
@@ -82,8 +83,8 @@ class State:
 def _check_rank(saved_for: list[Any], saved_by: int, rank: int, ranks: int) -> None:
     if saved_by != ranks:
         raise InvalidArgumentError(
-            f"this compression state was saved by {saved_by} ranks, one part each, and there are {ranks} now: save it"
-            " with consolidated=True, which loads at any number of ranks",
+            f"this compression state was saved by {number_of_ranks(saved_by)}, one part each, and there are {ranks}"
+            " now: save it with consolidated=True, which loads at any number of ranks",
             rank=rank,
         )
     if str(rank) not in saved_for:

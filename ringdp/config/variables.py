@@ -77,6 +77,14 @@ FIRST_MARK = "rank_0"
 """The file beside a rank's report which says that this process has become rank 0 of an elastic job. It has the sizes of
 its standard output and error then, where these are files; else 0."""
 
+_SIMILAR = 0.75  # from here on names look like misspellings of each other
+# What is an argument, and often sought here.
+_ARGUMENTS = {
+    "RINGDP_COMPRESSION": "RingDP(compression=…)",
+    "RINGDP_TIMEOUT": "ringdp.init(timeout=…)",
+    "RINGDP_BACKEND": "ringdp.init(backend)",
+    "RINGDP_BUCKET_CAP_MB": "RingDP(bucket_cap_mb=…)",
+}
 _CUDA_CHOICES = ("nccl", "ring", "auto")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -412,7 +420,17 @@ def ddp_environment(backend: str, environ: Mapping[str, str] | None = None) -> d
 def warn_about_unknown(environ: Mapping[str, str]) -> None:
     """Warn about ``RINGDP_*`` variables that ringdp does not read, most likely misspelt."""
     for name, near in unknown_variables(environ).items():
-        warnings.warn(f"{name} is not a variable ringdp knows; did you mean {' or '.join(near)}?", stacklevel=2)
+        meant = [_ARGUMENTS[name]] if name in _ARGUMENTS else [one for one in near if _similar(name, one)]
+        guess = f"; did you mean {' or '.join(meant)}?" if meant else "; docs/reference/settings.md has all"
+        warnings.warn(f"{name} is not a variable ringdp knows{guess}", stacklevel=2)
+
+
+def _similar(name: str, known: str) -> bool:
+    """Whether somebody may have meant `known`: a misspelling, or with a word less or more."""
+    words, others = (text.removeprefix("RINGDP_").split("_") for text in (name, known))
+    words, others = ([word.removesuffix("S") for word in one] for one in (words, others))
+    misspelt = difflib.SequenceMatcher(None, "".join(words), "".join(others)).ratio() >= _SIMILAR
+    return misspelt or set(words) < set(others) or set(others) < set(words)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:

@@ -145,7 +145,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "init_sync": Argument(
         "torch",
-        "As DDP: False neither compares the ranks' models nor sends rank 0's. What is compared are all names, shapes, "
+        "As DDP: False neither compares the ranks' models nor sends rank 0's. Ranks compare all names, shapes, "
         "strides, dtypes and requires_grad; the error names the first difference.",
         _TRUE_OR_FALSE,
         _flag,
@@ -214,8 +214,8 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "skip_all_reduce_unused_params": Argument(
         "torch",
-        "As DDP: what no rank has a gradient for is not sent, from the second step on. Ranks may disagree: what some "
-        "rank uses after all is sent at the end of that backward.",
+        "As DDP: parameters without gradient on all ranks are not sent, from the second step on. Ranks may disagree: "
+        "a parameter that one rank uses after all is sent at the end of that backward.",
         _TRUE_OR_FALSE,
         _flag,
     ),

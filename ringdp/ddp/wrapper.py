@@ -109,10 +109,10 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             that differs between ranks is an error; 0: not at all. None, the default: within 500 steps, with a warning.
         reproducible: every element's mean has the same bits for any size and order of buckets, transport and number of
             hosts, and any placement of the ranks on them, at one number of ranks. This also changes every other
-            all-reduce of `process_group`: they add in rank order. See docs/how-to/reproducible.md for what it costs on
+            all-reduce of `process_group`: they add in rank order. The documentation ("the same bits") has its cost on
             several hosts of several ranks.
         *positional: torch's other arguments in its order.
-        **named: torch's other arguments by their names: ringdp/ddp/arguments.py has what each does here.
+        **named: torch's other arguments by their names; the documentation ("moving from DDP") has what each does here.
 
     Raises:
         MismatchError: the ranks' modules differ; names the parameter and what both ranks have.

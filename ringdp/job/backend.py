@@ -217,7 +217,7 @@ def traffic_of_process() -> Traffic:
 
 
 def transports() -> dict[int, str]:
-    """The transport between this rank and each other one: ``{rank: "shm"}``; docs/reference/transports.md has them all.
+    """The transport between this rank and each other one: ``{rank: "shm"}``, for example.
 
     Raises:
         InvalidStateError: before `init`, or the default process group does not use ``ring``.

@@ -87,7 +87,7 @@ def init(
     init_method: str | None = None,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     device: torch.device | str | None = None,
-) -> None:
+) -> torch.device:
     """Join the job: create torch.distributed's default process group and pick this rank's device.
 
     Without arguments it reads what ringrun, torchrun, mpirun, srun or MXNet's scripts put into the environment; without
@@ -96,13 +96,16 @@ def init(
     Args:
         backend: anything ``torch.distributed.init_process_group`` takes. None is ``cpu:ring,cuda:nccl`` where
             each rank has a GPU of its own and NCCL is there, else ``ring``, which takes CUDA tensors through the
-            host's memory; RINGDP_CUDA decides otherwise (docs/how-to/gpu.md).
+            host's memory; RINGDP_CUDA decides otherwise.
         rank: this rank, for ``mp.spawn`` and notebooks; together with ``world_size`` or not at all.
         world_size: the number of ranks.
         init_method: where the ranks meet, ``tcp://host:port`` or ``file:///path``; None takes the launcher's.
         timeout: how long the ranks wait for each other, here and in every operation; seconds or a timedelta.
         device: ``cpu`` or ``cuda`` overrides the choice; None is ``cuda:LOCAL_RANK`` where CUDA serves, else
             ``cpu``. Where there are fewer GPUs than ranks, several ranks use one.
+
+    Returns:
+        This rank's device, as `device` gives it afterwards.
 
     Raises:
         InvalidStateError: torch.distributed is initialised already; or a rank of a running job has started this
@@ -166,6 +169,7 @@ def init(
     devices.log_choice(choice, rank)
     used = dist.get_backend_config()
     _log.info("rank %d of %d on %s: backend %s, device %s", rank, world_size, hellos[rank].host_name, used, place)
+    return place
 
 
 def shutdown() -> None:

@@ -6,7 +6,7 @@
     kv.pushpull("w", gradient, out=weight)
 
 There is no server: a key's values are cut into a slice for each rank. A push is a reduce-scatter to the owners of the
-slices, an update runs on the owner, and a pull is an all-gather. docs/how-to/kvstore.md shows it.
+slices, an update runs on the owner, and a pull is an all-gather.
 """
 
 from ringdp.kvstore.attached import Attached

@@ -61,13 +61,22 @@ def run(args: argparse.Namespace) -> int:
             return 0
         with rich.live.Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
             while True:
-                live.update(render(read(args.folder), time.time()), refresh=True)
+                live.update(_now(args.folder), refresh=True)
                 time.sleep(args.every)
     except (RingError, OSError) as error:
         sys.stderr.write(f"python -m ringdp top: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def _now(folder: Path) -> Table | Text:
+    """What is to be seen now. A job makes the folder with its first step, which may take a while to come."""
+    from rich.text import Text
+
+    if not folder.exists():
+        return Text(f"no rank has written a step yet: {folder} is not there")
+    return render(read(folder), time.time())
 
 
 def stragglers(states: list[RankState]) -> set[int]:

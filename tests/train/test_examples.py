@@ -49,6 +49,11 @@ QUICK = {
         ["--width", "4", "--epochs", "1", "--batch-size", "64", "--lr", "0.1"],
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
     ),
+    "masked_lm": (
+        ["--steps=150", "--width=32", "--layers=1", "--characters=60000", "--lr=0.01"],
+        r"own, 2[\d,]+ parameters\n  ok     loss at the end [123]\.\d{3}; right of hidden characters of unseen text:"
+        r" 0\.\d{3}, by the most frequent one 0\.\d{3}",
+    ),
     "recommender": (
         ["--steps=150", "--users=100", "--films=60", "--max-error=0.9"],
         r"50 users and 30 films on rank 0\n  ok     error on 8,192 unseen ratings: 0\.\d{4} ",
@@ -80,6 +85,7 @@ FAILING = {
     "char_lm": [*QUICK["char_lm"][0], "--steps", "1"],
     "compare_compressors": [*QUICK["compare_compressors"][0], "--min-accuracy", "101"],
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
+    "masked_lm": [*QUICK["masked_lm"][0], "--steps", "1"],
     "recommender": [*QUICK["recommender"][0], "--max-error", "0.1"],
     "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
     "custom_compressor": ["--epochs", "1", "--min-accuracy", "1.01"],

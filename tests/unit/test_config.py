@@ -292,6 +292,22 @@ def test_a_misspelt_variable_is_named_with_the_nearest(name: str, near: str) -> 
         RingConfig.from_environment({name: "x"})
 
 
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("RINGDP_METRICS", "did you mean RINGDP_METRICS_DIR?"),
+        ("RINGDP_LOGLEVEL", "did you mean RINGDP_LOG_LEVEL?"),
+        ("RINGDP_TRANSPRT", "did you mean RINGDP_TRANSPORT?"),
+        ("RINGDP_COMPRESSION", "did you mean RingDP(compression=…)?"),
+        ("RINGDP_DEBUG", "docs/reference/settings.md has all"),
+        ("RINGDP_FOO", "docs/reference/settings.md has all"),
+    ],
+)
+def test_only_a_name_that_is_near_is_guessed(name: str, guess: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name} is not a variable ringdp knows; {re.escape(guess)}$"):
+        RingConfig.from_environment({name: "x"})
+
+
 @pytest.fixture
 def ringdp_logger() -> Iterator[logging.Logger]:
     logger = logging.getLogger("ringdp")

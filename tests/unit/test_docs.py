@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -438,3 +439,32 @@ def test_nothing_else_is_documented_as_an_argument() -> None:
     section = pages.section(FROM_DDP, "Arguments")
     rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("- `")]
     assert rows == list(ARGUMENTS)
+
+
+TROUBLE = "docs/how-to/troubleshooting.md"
+# Of Python, torch and Linux, not of ringdp.
+OF_OTHERS = ("ModuleNotFoundError", "DataLoader worker", "CUDA out of memory", "KeyError")
+
+
+def test_texts_of_errors_are_those_of_the_sources() -> None:
+    files = [path for ending in ("*.py", "*.cpp") for path in (ROOT / "ringdp").rglob(ending)]
+    # What Python or C++ puts together of pieces is one text.
+    sources = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
+    entries = re.findall(r"^- ((?:`[^`]+`(?:, | and )?)+)", pages.read(TROUBLE), re.MULTILINE)
+    texts = [text for entry in entries for text in re.findall(r"`([^`]+)`", entry)]
+    assert len(texts) >= 20
+    assert [text for text in texts if text not in sources and not text.startswith(OF_OTHERS)] == []
+
+
+def test_the_notebook_runs() -> None:
+    """Its cells in one process, as a kernel runs them."""
+    cells = json.loads(pages.read("examples/notebook.ipynb"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    program = "\n".join([*code, 'print("same:", by_rank[0] == by_rank[1])'])
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"epoch \d: loss \d\.\d{4} on 2 ranks", done.stdout)) == 4
+    assert "same: True" in done.stdout
+    assert "ValueError: no labels" in done.stdout

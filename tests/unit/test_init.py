@@ -6,6 +6,7 @@ What concerns joining runs on gloo, so that it tells what `init` does from what 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import socket
@@ -565,6 +566,21 @@ def test_the_public_names_are_there() -> None:
         assert getattr(ringdp, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ringdp.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def public_objects() -> Iterator[Any]:
+    for name in ringdp.__all__:
+        one = getattr(ringdp, name)
+        yield one
+        names = getattr(one, "__all__", ()) if inspect.ismodule(one) else vars(one) if inspect.isclass(one) else ()
+        yield from (getattr(one, name) for name in names if not name.startswith("_"))
+
+
+def test_the_help_of_public_names_has_no_paths() -> None:
+    """`help(ringdp.RingDP)` is read where the repository is not."""
+    path = re.compile(r"\b(?:docs|ringdp|tests|examples)/[\w/-]+\.(?:md|py)\b")
+    found = {path.search(inspect.getdoc(one) or "") for one in public_objects()} - {None}
+    assert [match[0] for match in found if match] == []
 
 
 def test_a_store_that_cannot_be_reached_is_told_of_meanwhile(

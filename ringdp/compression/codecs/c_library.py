@@ -86,7 +86,7 @@ class CCompressor:
 
 
 def load(path: str | os.PathLike[str], *, error_feedback: Feedback | bool | None = False) -> CCompressor:
-    """The compressor in the shared library at `path`, built from C: docs/start/custom_compressors.md has an example.
+    """The compressor in the shared library at `path`, built from C.
 
     The library's code runs in this process and stays loaded until that ends; the same file twice is one codec. Give all
     ranks the same file, which need not lie at the same place.

@@ -34,7 +34,7 @@ class TopK:
     element, of equals the first. No more than twice the fraction is sent. Owners add what the ranks sent and send the
     union of it (Li, Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, arXiv 2201.07598), so all ranks have the same
     bits. Aji, Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv 1704.05021; for
-    momentum see `DGC`. docs/reference/wire_format.md has the layout.
+    momentum see `DGC`.
 
     Args:
         fraction: of elements that are sent, above 0, at most 1.

@@ -29,6 +29,7 @@ from ringdp.job.agreement import Difference, checked_alike
 from ringdp.job.backend import traffic
 from ringdp.job.elastic import is_elastic
 from ringdp.job.placement import Placement
+from ringdp.text import number_of_ranks
 
 _log = logging.getLogger("ringdp.model_compression")
 
@@ -136,9 +137,9 @@ class ModelCompression:
             self._ranks = self.group.size()  # the reducer has made the residuals theirs
         if self.group.size() != self._ranks:
             raise InvalidStateError(
-                f"the process group was reconfigured from {self._ranks} to {self.group.size()} ranks, and compression's"
-                " residuals belong to the old ones: call compression_state_dict(consolidated=True) before the change,"
-                " make a new RingDP after it, and load that state"
+                f"the process group was reconfigured from {self._ranks} to {number_of_ranks(self.group.size())}, and"
+                " compression's residuals belong to the old ones: call compression_state_dict(consolidated=True) before"
+                " the change, make a new RingDP after it, and load that state"
             )
         if self._warming and self.steps >= self.exact_until:
             self._enable(True)

@@ -115,7 +115,11 @@ def _why_none(target: str) -> str:
     notes = list(Path(target).rglob("process_rank*.json"))
     if not notes:
         return f"{target} is neither a pid nor a folder with notes of ranks (process_rank*.json)"
-    return f"no rank of {target} lives on {socket.gethostname()}: call this on the host where it runs"
+    hosts = {host for _, host in filter(None, map(read_note, notes))}
+    here = socket.gethostname()
+    if here in hosts:
+        return f"the ranks of {target} on {here} have ended: python -m ringdp explain {target} says how"
+    return f"the ranks of {target} run on {', '.join(sorted(hosts))}, not on {here}: call this there"
 
 
 def _files_of(pid: int, folder: Path) -> str:
