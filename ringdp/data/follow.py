@@ -23,11 +23,7 @@ class Following(Sampler[int]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        def begin() -> tuple[int, int]:
-            ranks = all_gather_bytes(b"\0", self._group, room=1)
-            return self._group.rank(), len(ranks)
-
-        rank, size = as_unit(self._group, "the beginning of an epoch", begin)
+        rank, size = agreed_place(self._group)
         old = self.sampler
         if size != old.num_replicas:
             self.sampler = DistributedSampler(
@@ -44,6 +40,19 @@ class Following(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """As DistributedSampler's."""
         self.sampler.set_epoch(epoch)
+
+
+def agreed_place(group: dist.ProcessGroup) -> tuple[int, int]:
+    """This rank in the group, and its size; all ranks call it at the same place and get the same size, also where a
+    rank is lost meanwhile (elastic jobs)."""
+    if not is_elastic(group):
+        return group.rank(), group.size()
+
+    def begin() -> tuple[int, int]:
+        ranks = all_gather_bytes(b"\0", group, room=1)
+        return group.rank(), len(ranks)
+
+    return as_unit(group, "the beginning of an epoch", begin)
 
 
 def follow(sampler: DistributedSampler[int], group: dist.ProcessGroup | None = None) -> Sampler[int]:

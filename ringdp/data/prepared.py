@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ringdp.data.follow import agreed_place
 from ringdp.data.sampler import BalancedSampler
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.agreement import Difference, checked_alike
@@ -223,7 +224,9 @@ def _batches(loader: DataLoader[Any], part: Sampler[Any]) -> BatchSampler | None
 
 def _place() -> tuple[int, int]:
     """This rank and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return agreed_place(require_member(None, _WHO))
 
 
 def _words(difference: Difference, mine: str, theirs: str) -> str:

@@ -26,6 +26,7 @@ from ringdp.compression import get
 from ringdp.compression.partition import bounds, owner_offset_of
 from ringdp.ddp import parameter_changes
 from ringdp.errors import MembershipChanged, RingError
+from ringdp.job.elastic import as_unit
 from tests.fault.faults import Faults
 from tests.fault.launch_jobs import wait_until
 
@@ -372,7 +373,7 @@ def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], her
 @contextlib.contextmanager
 def replacing(model: Any, optimizer: torch.optim.Optimizer, place: int, here: Callable[[str], None]) -> Iterator[None]:
     """The last layer is another one, whose values are rank 0's; a rank dies before it has sent them, or got them."""
-    net, send = model.module, parameter_changes.as_unit
+    net, send = model.module, as_unit
     torch.manual_seed(place)
     for parameter in net.last.parameters():
         optimizer.state.pop(parameter)

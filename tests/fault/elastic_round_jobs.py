@@ -21,6 +21,7 @@ from ringdp.compression.partition import owner_offset_of
 from ringdp.rounds import diloco, exchange
 from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, telling
 from tests.fault.faults import Faults
+from tests.train.harness import default_group
 
 LAST = 9
 STEPS = range(1, LAST + 1)
@@ -205,7 +206,7 @@ def _scaled(own: dict[str, Any], factor: float) -> dict[str, Any]:
         scaled[name] = dict(entry)
         if "residual" in entry:
             scaled[name]["residual"] = residual = entry["residual"].clone()
-            for begin, end in _C.owned_elements(dist.group.WORLD, len(residual), owner_offset_of(name)):
+            for begin, end in _C.owned_elements(default_group(), len(residual), owner_offset_of(name)):
                 residual[begin:end] *= factor
     return scaled
 
