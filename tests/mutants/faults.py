@@ -394,6 +394,31 @@ COMPRESSORS += [
     ),
 ]
 
+COMPRESSORS += [
+    in_python(
+        "a lost rank's share of a step that is made again is forgotten",
+        "data/sampler.py",
+        "                self._untrained[index] = self._samples_of(gone, index)\n"
+        "        for index in range(self._committed, self._next):\n            drawn",
+        "                pass\n        for index in range(self._committed, self._next):\n            drawn",
+        "tests/fault/test_elastic_data.py",
+    ),
+    in_python(
+        "a lost rank's share is dealt twice",
+        "data/sampler.py",
+        "            self._epochs.leave_over(epoch, samples)\n",
+        "            self._epochs.leave_over(epoch, samples + samples[:1])\n",
+        "tests/fault/test_elastic_data.py",
+    ),
+    in_python(
+        "an optimizer in backward steps before its step counts",
+        "ddp/comm_hooks.py",
+        "            if self.ringdp_features[Elastic].repairs:\n",
+        "            if False:\n",
+        "tests/fault/test_elastic_features.py",
+    ),
+]
+
 ROUNDS_AGAIN = "tests/fault/test_elastic_rounds.py"
 
 ROUNDS = [
