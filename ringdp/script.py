@@ -125,7 +125,11 @@ def _rows(x: Tensor | float) -> Tensor:
         raise InvalidArgumentError(f"ringdp.gather: x must be a dense tensor, not {type(x).__name__}, {x.layout}")
     if not isinstance(x, Tensor | bool | int | float):
         raise InvalidArgumentError(f"ringdp.gather: x must be a tensor or a number, not {type(x).__name__}")
-    rows = x.detach() if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
+    rows = (
+        x.detach()
+        if isinstance(x, Tensor)
+        else torch.tensor(x, dtype=torch.get_default_dtype() if isinstance(x, float) else None, device="cpu")
+    )
     return rows.unsqueeze(0) if rows.dim() == 0 else rows
 
 

@@ -520,7 +520,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
         dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
-    "gradient compression": lambda net: ringdp.kvstore.create("dist_sync").set_gradient_compression("int8"),
+    "compression of a key-value store": lambda net: ringdp.kvstore.create("dist_sync").set_gradient_compression("int8"),
     "another backend than ring": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
     "between some of the ranks": lambda net: ringdp.LocalSGD(
         ringdp.RingDP(net), torch.optim.SGD(net.parameters(), 0.1), process_group=dist.new_group([ringdp.rank()])

@@ -81,7 +81,13 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
         job.err,
     )
     assert (
-        len(re.findall(r"\[rank [123]\] rank 0 \(host .*\) was lost .*as view 2; step 4 was made again", job.err)) == 3
+        len(
+            re.findall(
+                r"\[rank [123]\] ringdp: (?:rank \d: )?rank 0 \(host .*\) was lost .*as view 2; step 4 was made again",
+                job.err,
+            )
+        )
+        == 3
     )
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
@@ -196,7 +202,9 @@ def test_the_next_rank_0_takes_the_console(tmp_path: Path, jobs: list[Job]) -> N
     assert shown(job.out) == [f"place {place} step {step}" for place, steps in ranges.items() for step in steps]
     for rank, step, lost in ((1, 4, "0"), (2, 7, "1")):
         assert f"ringrun: rank {rank} is rank 0 from now on" in job.err
-        assert re.search(rf"^rank {lost} \(host .*\) was lost .*; step {step} was made again", job.err, re.M), job.err
+        assert re.search(rf"^ringdp: rank {lost} \(host .*\) was lost .*; step {step} was made again", job.err, re.M), (
+            job.err
+        )
 
 
 def test_the_next_rank_0_of_another_node_takes_that_console(tmp_path: Path, jobs: list[Job]) -> None:
@@ -213,7 +221,9 @@ def test_the_next_rank_0_of_another_node_takes_that_console(tmp_path: Path, jobs
     assert nodes[1].process.returncode == 0, nodes[1].err
     assert shown(nodes[0].out) == [f"place 0 step {step}" for step in range(3)]
     assert shown(nodes[1].out) == [f"place 1 step {step}" for step in range(3, 9)]
-    assert re.search(r"^rank 0 \(host .*\) was lost .*; step 4 was made again", nodes[1].err, re.M), nodes[1].err
+    assert re.search(r"^ringdp: rank 0 \(host .*\) was lost .*; step 4 was made again", nodes[1].err, re.M), nodes[
+        1
+    ].err
 
 
 UNDER_TORCHRUN = """

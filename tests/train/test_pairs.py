@@ -85,6 +85,12 @@ def table() -> None:
     rows.step()
 
 
+def draws() -> None:
+    sampler = BalancedSampler(20, 4, balance="equal")
+    sampler.watch(RingDP(torch.nn.Linear(1, 1)))
+    list(sampler)
+
+
 FEATURES = {
     "elastic": Feature(("elastic",), "job"),
     "find_unused": Feature((), "unused", arguments={"find_unused_parameters": True}),
@@ -150,7 +156,7 @@ FEATURES = {
     "compression later": Feature(("compression",), "later", LOSSY),
     "measured": Feature((), "warm-up"),
     "kvstore": Feature(("kvstore",), beside=pushes),
-    "sampler": Feature(("sampler",), beside=lambda: list(BalancedSampler(20, 4, balance="equal"))),
+    "sampler": Feature(("sampler",), beside=draws),
     "embedding": Feature(("embedding",), beside=table),
     "rounds": Feature(("rounds",), beside=rounds_of_another_model),
 }
