@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _MOST_ROWS = 12
@@ -36,6 +36,12 @@ def format_time(seconds: float) -> str:
 def number_of_ranks(count: int) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def ranks_by_number(numbers: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 1, 3``."""
+    named = [str(one) for one in sorted(numbers)]
+    return f"rank{'' if len(named) == 1 else 's'} {', '.join(named)}"
 
 
 def cut(text: str, most: int = 48) -> str:

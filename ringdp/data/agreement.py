@@ -25,6 +25,7 @@ from ringdp.job.backend import named
 from ringdp.job.background_gather import BackgroundGather, group_for_background
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.data")
 _COMPARING = "comparing samplers"
@@ -67,11 +68,6 @@ def gather_in_unit(data: bytes, group: dist.ProcessGroup, what: str) -> list[byt
             return all_gather_bytes(data, group, room=len(data))
 
     return as_unit(group, what, gather)
-
-
-def describe_places(places: Collection[int]) -> str:
-    names = ", ".join(map(str, sorted(places)))
-    return f"rank {names}" if len(places) == 1 else f"ranks {names}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ class Agreement:
         plan = self._plans.newest.without(gone)
         if (problem := why_no_split(self._settings.batches.size, plan.limits)) is not None:
             raise InvalidStateError(
-                f"BalancedSampler: without {describe_places(gone)}, lost on the way, {problem}. Restart with a smaller"
+                f"BalancedSampler: without {ranks_by_number(gone)}, lost on the way, {problem}. Restart with a smaller"
                 " global_batch or other limits",
                 rank=self._rank(),
                 peer=min(gone),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
@@ -10,6 +11,9 @@ from torch.utils.data import DistributedSampler, Sampler
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import all_gather_bytes, alone, require_member
 from ringdp.job.elastic import as_unit, is_elastic
+
+SETTINGS = ("shuffle", "seed", "drop_last")
+"""Of a DistributedSampler, beside the dataset and the ranks."""
 
 
 class Following(Sampler[int]):
@@ -23,18 +27,7 @@ class Following(Sampler[int]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        rank, size = agreed_place(self._group)
-        old = self.sampler
-        if size != old.num_replicas:
-            self.sampler = DistributedSampler(
-                old.dataset,
-                size,
-                rank,
-                shuffle=old.shuffle,
-                seed=old.seed,
-                drop_last=old.drop_last,
-            )
-            self.sampler.set_epoch(old.epoch)
+        divide_again(self.sampler, self._group)
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
@@ -42,17 +35,21 @@ class Following(Sampler[int]):
         self.sampler.set_epoch(epoch)
 
 
-def agreed_place(group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank in the group, and its size; all ranks call it at the same place and get the same size, also where a
-    rank is lost meanwhile (elastic jobs)."""
-    if not is_elastic(group):
-        return group.rank(), group.size()
+def divide_again(sampler: DistributedSampler[Any], group: dist.ProcessGroup) -> None:
+    """Divide its samples, from now on, among the ranks that the group has. All ranks call it at the same place, and
+    divide alike, also where a rank is lost meanwhile (elastic jobs)."""
 
-    def begin() -> tuple[int, int]:
+    def agreed() -> tuple[int, int]:
         ranks = all_gather_bytes(b"\0", group, room=1)
         return group.rank(), len(ranks)
 
-    return as_unit(group, "the beginning of an epoch", begin)
+    rank, ranks = (group.rank(), group.size())
+    if is_elastic(group):
+        rank, ranks = as_unit(group, "the beginning of an epoch", agreed)
+    if (sampler.rank, sampler.num_replicas) != (rank, ranks):
+        epoch, settings = sampler.epoch, {name: getattr(sampler, name) for name in SETTINGS}
+        DistributedSampler.__init__(sampler, sampler.dataset, ranks, rank, **settings)
+        sampler.set_epoch(epoch)
 
 
 def follow(sampler: DistributedSampler[int], group: dist.ProcessGroup | None = None) -> Sampler[int]:

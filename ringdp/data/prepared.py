@@ -19,7 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ringdp.data.follow import agreed_place
+from ringdp.data.follow import SETTINGS, divide_again
 from ringdp.data.sampler import BalancedSampler
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.agreement import Difference, checked_alike
@@ -136,19 +136,15 @@ class _Part(DistributedSampler[Any]):
     """torch's sampler for this rank of the group as it is when a pass begins: an elastic job may have lost ranks."""
 
     def __init__(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> None:
-        self._arguments = {"shuffle": shuffle, "seed": seed, "drop_last": _drops_last(loader)}
         rank, ranks = _place()
-        super().__init__(loader.dataset, ranks, rank, **self._arguments)  # type: ignore[arg-type]
+        super().__init__(loader.dataset, ranks, rank, shuffle=shuffle, seed=seed, drop_last=_drops_last(loader))
 
     def described(self) -> list[str]:
-        return [f"{name}: {value}" for name, value in self._arguments.items()]
+        return [f"{name}: {getattr(self, name)}" for name in SETTINGS]
 
     def follow_the_group(self) -> None:
-        rank, ranks = _place()
-        if (self.rank, self.num_replicas) != (rank, ranks):
-            epoch = self.epoch
-            super().__init__(self.dataset, ranks, rank, **self._arguments)  # type: ignore[arg-type]
-            self.epoch = epoch
+        if dist.is_available() and dist.is_initialized():
+            divide_again(self, require_member(None, _WHO))
 
 
 def prepared(loader: DataLoader[Any], seed: int) -> PreparedLoader[Any]:
@@ -224,9 +220,7 @@ def _batches(loader: DataLoader[Any], part: Sampler[Any]) -> BatchSampler | None
 
 def _place() -> tuple[int, int]:
     """This rank and how many there are."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return agreed_place(require_member(None, _WHO))
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _words(difference: Difference, mine: str, theirs: str) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringdp import values
-from ringdp.data.agreement import Agreement, compare_settings, describe_places
+from ringdp.data.agreement import Agreement, compare_settings
 from ringdp.data.order import Epochs
 from ringdp.data.plans import Drawn, Plan, Plans
 from ringdp.data.settings import Limits, Settings
@@ -24,6 +24,7 @@ from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.job.elastic import is_elastic, places
+from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.data")
 _FORMAT = 1
@@ -165,7 +166,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         with self._lock:
             self._agreement.before_drawing(index)
             number, plan = self._plans.at(index)
-            counts = split(plan.paces, self._settings.batches.size, plan.limits, costs, len(batch))
+            counts = self._split(plan, costs, len(batch))
             rank = plan.places.index(self._place)
             begin = sum(counts[:rank])
             end = begin + counts[rank]
@@ -180,7 +181,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         """What these places have, or would have, of batch `index`."""
         batch, (_, plan) = self._epochs.batch(index), self._plans.at(index)
         costs = None if self._cost is None else self._costs(batch)
-        counts = split(plan.paces, self._settings.batches.size, plan.limits, costs, len(batch))
+        counts = self._split(plan, costs, len(batch))
         ends = list(accumulate(counts))
         return [
             sample
@@ -188,6 +189,10 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             if place in gone
             for sample in batch[end - count : end]
         ]
+
+    def _split(self, plan: Plan, costs: Sequence[float] | None, total: int) -> list[int]:
+        """How many samples of a batch of `total` each rank of the plan gets."""
+        return split(plan.paces, self._settings.batches.size, plan.limits, costs, total)
 
     def _costs(self, batch: Sequence[int]) -> list[float]:
         assert self._cost is not None
@@ -358,7 +363,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 len(samples),
                 batches[0] - first,
                 batches[-1] - first,
-                describe_places(gone),
+                ranks_by_number(gone),
                 "come again at the end of the epoch" if start < end else "are in no step: no batch was left to draw",
             )
 
@@ -374,8 +379,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
     def counts(self) -> tuple[int, ...]:
         """How many samples of a full batch each rank gets by the newest split; with `cost` only roughly."""
         plan = self._plans.newest
-        size = self._settings.batches.size
-        return tuple(split(plan.paces, size, plan.limits, None, size))
+        return tuple(self._split(plan, None, self._settings.batches.size))
 
     def set_epoch(self, epoch: int) -> None:
         """Draw this epoch next: from its beginning, or, where it is the present one and not done, as `__iter__`."""

@@ -23,6 +23,7 @@ from ringdp.nn.exchange import Lookup, Pending, RowExchange
 from ringdp.nn.owners import RowOwners
 from ringdp.nn.shards import FixedShard, Growing, GrowingShard, Normal, Shard
 from ringdp.nn.sparse_updates import Adagrad, Adam, SparseUpdate
+from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.nn")
 _MODES = ("sum", "mean", "none")
@@ -280,9 +281,8 @@ class ShardedEmbedding(nn.Module):
         if self._group is None or len(self._owners) == 1 or (there := places(self._group)) == self._owners:
             return
         lost = [one for one in self._owners if one not in there]
-        names = ", ".join(map(str, lost))
         raise MembershipChanged(
-            f"rows of this ShardedEmbedding were lost with rank{'s' * (len(lost) > 1)} {names}: load() its last save,"
+            f"rows of this ShardedEmbedding were lost with {ranks_by_number(lost)}: load() its last save,"
             " which deals them to the ranks that are left, and the model of the same step",
             rank=self._group.rank(),
             peer=lost[0],

@@ -316,11 +316,6 @@ void set_forward_work(Reducer& reducer, c10::intrusive_ptr<c10d::Work> work, boo
 std::vector<c10d::GradBucket> zero_buckets(Reducer& reducer) { return reducer.join()->zero_buckets(); }
 
 template <auto Get>
-py::class_<Part<Get>> bind_part(py::module_& module, const char* name, const char* doc) {
-  return py::class_<Part<Get>>(module, name, doc);
-}
-
-template <auto Get>
 Part<Get> part_of(const std::shared_ptr<Reducer>& reducer) {
   return {reducer};
 }
@@ -354,7 +349,7 @@ void bind_options(py::module_& module) {
 }
 
 void bind_parts(py::module_& module) {
-  bind_part<plan>(module, "ReducerPlan", "Which gradient is in which bucket.")
+  py::class_<Part<plan>>(module, "ReducerPlan", "Which gradient is in which bucket.")
       .def(
           "find",
           [](const Part<plan>& part, const std::vector<at::Tensor>& tensors) {
@@ -365,24 +360,25 @@ void bind_parts(py::module_& module) {
       .def("bucket_bytes", &bucket_bytes, NoGil())
       .def("bucket_names", &bucket_names, NoGil())
       .def("rebuilt", [](const Part<plan>& part) { return part.lock()->buckets.rebuilt(); }, NoGil());
-  bind_part<overflow>(module, "ReducerOverflow", "Whether gradients were finite.")
+  py::class_<Part<overflow>>(module, "ReducerOverflow", "Whether gradients were finite.")
       .def("watch", of<overflow>(&OverflowReport::watch), py::arg("watching"), NoGil())
       .def("finite", of<overflow>(&OverflowReport::finite), NoGil())
       .def("non_finite", of<overflow>(&OverflowReport::non_finite), NoGil())
       .def("own_non_finite", of<overflow>(&OverflowReport::own_non_finite), NoGil());
-  bind_part<compression>(module, "ReducerCompression", "Residuals, and the loss scale that they are measured in.")
+  py::class_<Part<compression>>(module, "ReducerCompression",
+                                "Residuals, and the loss scale that they are measured in.")
       .def("take_residuals", &take_residuals, py::arg("parameters"), NoGil())
       .def("give_residuals", &give_residuals, py::arg("residuals"), NoGil())
       .def("residuals", of<compression>(&GradientCompression::residuals), NoGil())
       .def("set_residuals", &set_residuals, py::arg("residuals"), NoGil())
       .def("set_loss_scale", of<compression>(&GradientCompression::set_loss_scale), py::arg("scale"), NoGil());
-  bind_part<forwards>(module, "ReducerForwards", "The forwards since the last step.")
+  py::class_<Part<forwards>>(module, "ReducerForwards", "The forwards since the last step.")
       .def("note_of", of<forwards>(&Forwards::note_of), py::arg("training"), NoGil(),
            "What the name of an operation in a forward ends in; nearly always nothing.")
       .def("begin_closure", of<forwards>(&Forwards::begin_closure), NoGil(),
            "An optimizer evaluates a closure from now on, which may run several backwards.")
       .def("end_closure", of<forwards>(&Forwards::end_closure), NoGil());
-  bind_part<report>(module, "ReducerReport", "What the steps have cost.")
+  py::class_<Part<report>>(module, "ReducerReport", "What the steps have cost.")
       .def("stats", &stats_as_dict)
       .def("times", &times_as_dict)
       .def("bucket_rows", &rows_as_dicts)
@@ -392,7 +388,7 @@ void bind_parts(py::module_& module) {
       .def(
           "steps", [](const Part<report>& part) { return part.lock()->stats().steps; }, NoGil(),
           "How many backwards have synchronised.");
-  bind_part<join_shadow>(module, "ReducerJoin", "What a rank without input repeats.")
+  py::class_<Part<join_shadow>>(module, "ReducerJoin", "What a rank without input repeats.")
       .def("divide_by", of<join_shadow>(&JoinShadow::divide_by), py::arg("ranks_with_input"), NoGil())
       .def("shadow_weight", of<join_shadow>(&JoinShadow::shadow_weight), NoGil())
       .def("shadow_used_map", of<join_shadow>(&JoinShadow::shadow_used_map), NoGil());
