@@ -113,3 +113,20 @@ def followed(folder: str, faults: Faults, samples: int, epochs: int) -> list[lis
                 seen[-1] += mine.tolist()
                 (model(x[mine]) - y[mine]).square().mean().backward()
     return seen
+
+
+def prepared(folder: str, faults: Faults, samples: int, epochs: int) -> list[list[int]]:
+    """As `followed`, by `ringdp.prepare`."""
+    x, y = data(samples)
+    seen: list[list[int]] = []
+    with telling(folder) as (_, place):
+        model = ringdp.RingDP(net())
+        loader = ringdp.prepare(DataLoader(TensorDataset(torch.arange(samples)), batch_size=4, shuffle=True))
+        for epoch in range(epochs):
+            seen.append([])
+            for number, (mine,) in enumerate(loader):
+                if number == 1:
+                    faults.at(place, epoch)("forward")
+                seen[-1] += mine.tolist()
+                (model(x[mine]) - y[mine]).square().mean().backward()
+    return seen

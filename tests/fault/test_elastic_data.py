@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,11 @@ def test_the_limits_of_those_that_are_left(tmp_path: Path) -> None:
             )
 
 
-def test_torchs_sampler_follows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [jobs.followed, jobs.prepared])
+def test_torchs_sampler_follows(tmp_path: Path, job: Callable[..., list[list[int]]]) -> None:
     """From the epoch after the loss on, all samples are visited again."""
     faults = Faults().kill(1, 1, "forward")
-    outcomes = run_outcomes(jobs.followed, str(tmp_path), faults, 48, 4, world_size=WORLD, backend=None)
+    outcomes = run_outcomes(job, str(tmp_path), faults, 48, 4, world_size=WORLD, backend=None)
     told = survivors(outcomes, faults.ended())
     for epoch in (2, 3):
         assert sorted(sample for one in told.values() for sample in one[epoch]) == list(range(48))
