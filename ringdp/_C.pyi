@@ -316,6 +316,9 @@ class Reducer:
     def _update_process_group(self, process_group: ProcessGroup, *, average: bool, names_compared: bool) -> None: ...
     def announce_weight(self, weight: float, sync: bool, training: bool | None = None) -> None: ...
     def arrivals(self) -> list[int]: ...
+    def begin_again(self, step: int) -> None:
+        """The elastic job has new members: its steps are counted from this one, with buckets that are not ordered."""
+
     def called_in_backward(self) -> None:
         """A forward that is repeated inside a backward begins: checkpointing does that."""
 
@@ -635,6 +638,9 @@ def encode_rows(rows: torch.Tensor, wire: str) -> torch.Tensor:
 def encoded_rows(table: torch.Tensor, count: int, wire: str) -> torch.Tensor:
     """Room for so many rows of a table as they travel: [count, dim], for int8 uint8 [count, dim + 4]."""
 
+def enter_world(process_group: ProcessGroup, view: int, left: int) -> None:
+    """On a newcomer: become a member of the view that go_on_in has made."""
+
 def fail_future(future: torch.futures.Future[Any], exception: BaseException) -> None:
     """Complete the future with the exception, which is raised where the future is waited for, in C++ too."""
 
@@ -652,6 +658,15 @@ def forget_stack_source() -> None:
 
 def gather_rows(table: torch.Tensor, which: torch.Tensor, wire: str) -> torch.Tensor:
     """Rows `which` (int32) of a table, float32 or float64 [rows, dim], encoded; a negative number is zeros."""
+
+def go_on_in(process_group: ProcessGroup, world: str, view: int) -> bool:
+    """All members of the view go on over the connections of this name (prepare_world), with its newcomers; they
+    call it after the same
+    unit. False: a member was lost meanwhile, and they go on without it where they were.
+    """
+
+def go_on_without(process_group: ProcessGroup, ranks: Sequence[int], view: int, cause: str) -> bool:
+    """All members of the view but these go on without them; they call it after the same unit."""
 
 def gradient_memory() -> tuple[bool, int, int]:
     """Whether the pool for gradients is installed, its bytes in use, and its idle bytes."""
@@ -712,7 +727,7 @@ def make_lasting_group(store: Store, rank: int, size: int) -> ProcessGroup:
     """torch's ProcessGroup, whose rank and size are those of an elastic group's present members."""
 
 def members_of(process_group: ProcessGroup) -> list[int]:
-    """The present members: their ranks at the start of the job."""
+    """The present members: their ranks at the start of the job, or the numbers that newcomers got."""
 
 def most_steps() -> int:
     """Backwards that averaged gradients, of the wrapper of this process that had most."""
@@ -753,6 +768,14 @@ def owner_of_ids(ids: torch.Tensor, ranks: int) -> torch.Tensor:
 def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
+    """
+
+def prepare_world(
+    *, process_group: ProcessGroup, name: str, pending: PendingMesh, store: Store, places: Sequence[int], config: dict
+) -> None:
+    """Connections with newcomers, over which an elastic group may go on from now on (go_on_in, enter_world).
+    `places`:
+    by rank in them, the numbers that members have for good.
     """
 
 def recorded_groups() -> list[RecordedGroup]:
@@ -848,6 +871,9 @@ def traffic() -> tuple[int, int]:
 
 def transports() -> dict[int, str]:
     """The transport to each other rank of the default group, {rank: name}; {} without one."""
+
+def units_left(process_group: ProcessGroup) -> int:
+    """How many units this rank has left, over all views."""
 
 def update_rows(
     rule: str,

@@ -14,7 +14,7 @@ if _early.is_launcher(sys.orig_argv):
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ringdp import amp, checkpoint, compression, data, hooks, kvstore, metrics, nn, testing
+    from ringdp import amp, checkpoint, compression, data, elastic, hooks, kvstore, metrics, nn, testing
     from ringdp.compression.rules import Compression
     from ringdp.ddp.divergence.options import Guard
     from ringdp.ddp.gradient_memory import gradient_memory
@@ -75,6 +75,7 @@ __all__ = [
     "compression",
     "data",
     "device",
+    "elastic",
     "gather",
     "gradient_memory",
     "hooks",
@@ -112,7 +113,9 @@ _HOME |= {
     "timeline": "diagnosis.timeline_session",
 }
 _HOME |= dict.fromkeys(("named", "traffic", "transports"), "job.backend")
-_MODULES = frozenset({"amp", "checkpoint", "compression", "data", "hooks", "kvstore", "metrics", "nn", "testing"})
+_MODULES = frozenset(
+    {"amp", "checkpoint", "compression", "data", "elastic", "hooks", "kvstore", "metrics", "nn", "testing"}
+)
 _HOME |= dict.fromkeys(("gather", "main_first", "prepare", "print"), "script")
 _HOME |= dict.fromkeys(("DiLoCo", "Fragments", "LocalSGD", "levels"), "rounds")
 

@@ -7,9 +7,11 @@ from ringdp.config.environments import LaunchEnvironment, launch_environment
 from ringdp.config.parse import parse_rate
 from ringdp.config.secret import read_secret
 from ringdp.config.variables import (
+    ADMITS_MARK,
     CHECKSUM_BY_DEFAULT,
     ELASTIC_MARK,
     FIRST_MARK,
+    MEMBER_MARK,
     VARIABLES,
     RingConfig,
     apply_log_level,
@@ -19,6 +21,7 @@ from ringdp.config.variables import (
     gradient_pool,
     has_own_agent,
     host_identity,
+    joins,
     mark_rank,
     metrics_dir,
     reduce_alone,
@@ -33,9 +36,11 @@ from ringdp.config.variables import (
 )
 
 __all__ = [
+    "ADMITS_MARK",
     "CHECKSUM_BY_DEFAULT",
     "ELASTIC_MARK",
     "FIRST_MARK",
+    "MEMBER_MARK",
     "VARIABLES",
     "LaunchEnvironment",
     "RingConfig",
@@ -46,6 +51,7 @@ __all__ = [
     "gradient_pool",
     "has_own_agent",
     "host_identity",
+    "joins",
     "launch_environment",
     "mark_rank",
     "metrics_dir",

@@ -27,6 +27,7 @@ PLACES = (
     "RINGDP_TENSORBOARD",
     "RINGDP_TIMELINE",
     "RINGDP_ELASTIC",
+    "RINGDP_JOIN",
 )
 """Variables of ringdp that belong to one job: where it writes, its secret, and whether it goes on without ranks."""
 

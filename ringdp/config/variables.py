@@ -54,6 +54,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
+    "RINGDP_JOIN": "HOST:PORT of the store of a running elastic job that this process joins (ringrun --join sets it)",
     "RINGDP_RANK_PROCESS": "set by ringdp: a process that a rank has started reads there that it is not a rank",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
@@ -76,6 +77,12 @@ ELASTIC_MARK = "elastic"
 FIRST_MARK = "rank_0"
 """The file beside a rank's report which says that this process has become rank 0 of an elastic job. It has the sizes of
 its standard output and error then, where these are files; else 0."""
+
+ADMITS_MARK = "admits"
+"""The file beside a rank's report which says that its script lets newcomers in (`ringdp.elastic.Job`)."""
+
+MEMBER_MARK = "member"
+"""The file beside a rank's report which says that it is a member of its elastic job, not a newcomer any more."""
 
 _SIMILAR = 0.75  # from here on names look like misspellings of each other
 # What is an argument, and often sought here.
@@ -379,12 +386,28 @@ def reduce_alone(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def elastic(environ: Mapping[str, str] | None = None) -> bool:
-    """RINGDP_ELASTIC: whether the job goes on without ranks that are lost; False where it is not set.
+    """RINGDP_ELASTIC: whether the job goes on without ranks that are lost; False where it is not set, unless this process
+    joins a job that does (RINGDP_JOIN).
 
     Raises:
         InvalidArgumentError: it is neither 0 nor 1.
     """
-    return _switch("RINGDP_ELASTIC", environ, default=False)
+    return joins(environ) is not None or _switch("RINGDP_ELASTIC", environ, default=False)
+
+
+def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """RINGDP_JOIN: host and port of the store of the job that this process joins; None: it is there from the start.
+
+    Raises:
+        InvalidArgumentError: it is no HOST:PORT.
+    """
+    value = _of_this_job(environ).get("RINGDP_JOIN", "")
+    if not value:
+        return None
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InvalidArgumentError(f"RINGDP_JOIN={value!r} is no HOST:PORT, such as node1:29400 or [::1]:29400")
+    return host.strip("[]"), int(port)
 
 
 def host_identity(host_id: str = "") -> str:

@@ -23,7 +23,7 @@ from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
-from ringdp.job.elastic import is_elastic, places
+from ringdp.job.elastic import is_elastic, places, view_of
 from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.data")
@@ -245,6 +245,14 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 " weigh the ranks' losses by hand"
             )
 
+    def unwatch(self) -> None:
+        """Follow the steps of the watched model no longer."""
+        with self._lock:
+            self._settle()
+            if self._watched is not None:
+                self._watched.remove()
+            self._watched = None
+
     def out_of_memory(self) -> None:
         """Report that the current batch did not fit into this rank's memory: call it where the error is caught.
 
@@ -442,6 +450,7 @@ class _Watched:
         self._finished_ns = self._times()["finished_ns"]
         self.steps = 0
         self.plan = 0
+        self._first_view = view_of(model.process_group)
         model._before_forward.append(listener)
 
     def _times(self) -> Mapping[str, int]:
@@ -452,7 +461,7 @@ class _Watched:
     def members(self) -> tuple[int, ...] | None:
         """The places of the ranks that have made the last step; None before there is one."""
         model = self._model()
-        if model is None or (view := model.reducer.view()) == 0:
+        if model is None or (view := model.reducer.view()) < self._first_view or view == 0:
             return None
         return places(model.process_group, view)
 

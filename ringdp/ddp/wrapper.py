@@ -51,6 +51,7 @@ from ringdp.ddp.unaveraged import Unaveraged
 from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.errors import InvalidStateError
 from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
+from ringdp.job.elastic import refuse_outside, size_at_start
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
             self.placement = Placement.alike(self.process_group, self.device)
         if not self._caps_bytes:  # of the user
             over_ring = backend == BACKEND and self.ringdp_features[GradientCompression].chosen is None
-            self._caps_bytes = growing_caps(default_cap_mb(self.process_group.size(), exact_over_ring=over_ring))
+            self._caps_bytes = growing_caps(
+                default_cap_mb(size_at_start(self.process_group), exact_over_ring=over_ring)
+            )
         options = _C.ReducerOptions()
         options.caps_bytes = self._caps_bytes
         if self._find_unused is not None:
@@ -291,6 +294,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         refuse_capture(self.device_type)
+        refuse_outside("RingDP")
         if in_backward():
             self.reducer.called_in_backward()
         for feature in self.ringdp_features:
@@ -354,6 +358,13 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
                 average=has_average(new_process_group, self.device_type),
                 names_compared=backend_of(new_process_group, self.device_type) == BACKEND,
             )
+
+    def members_joined(self, step: int) -> None:
+        """The elastic job has new members; all ranks call it, before the step behind `step`."""
+        self._has_rebuilt_buckets = False
+        for feature in self.ringdp_features:
+            feature.group_replaced(self, self.process_group)
+        self.reducer.begin_again(step)
 
     def _lazy_init(self) -> None:
         refuse_distributed_autograd()

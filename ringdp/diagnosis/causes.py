@@ -68,8 +68,10 @@ def bursts_of(excess: Tensor) -> Bursts | None:
     return Bursts(len(at), len(excess), every, float(longer[at].mean()))
 
 
-def cause_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts | None = None) -> Cause:
-    """The cause for a rank that is slower than the others, most of all in that phase."""
+def cause_of(
+    window: Window, parts: Split, rank: int, phase: str, bursts: Bursts | None = None, *, but: str = ""
+) -> Cause:
+    """The cause for a rank that is slower than the others, most of all in that phase; not the one named by `but`."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
     period, host = facts.period_s, facts.host or "its host"
@@ -92,7 +94,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts
     steps = max(period / step, 1.0)
     (throttled, _), (ready, _), (cpu, others_cpu) = share("throttled_s"), share("ready_s"), share("cpu_s")
     waits, others_waits = share("page_waits")
-    if explains("throttled_s"):
+    if but != "quota" and explains("throttled_s"):
         return Cause(
             "quota",
             f"its cgroup was throttled {throttled:.0%} of the time: {describe_quota(facts)}",
@@ -104,7 +106,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts
             f"it waited for a disk {facts.page_waits / steps:.0f} times a step, for pages: its memory is too small",
             f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
         )
-    if explains("ready_s"):
+    if but != "core" and explains("ready_s"):
         return Cause(
             "core",
             f"for {ready:.0%} of the time other threads had the core that it wanted",
@@ -130,7 +132,7 @@ def cause_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts
     own = float(parts.own[rank].sum()) / step
     waited = max(ready, share("threads_ready_s")[0])
     idle = cpu < _IDLE * own and cpu <= 1.5 * others_cpu
-    if idle and waited >= max(KEPT_OFF, _PARTLY * excess):
+    if but != "core" and idle and waited >= max(KEPT_OFF, _PARTLY * excess):
         return Cause(
             "core",
             f"it used a core for {cpu:.0%} of the time, and for {waited:.0%} other threads had one that it wanted",

@@ -150,12 +150,10 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
         return None
     phase = OWN[int((parts.own - others_of(parts.own))[slow.rank].argmax())]
     cause = cause_of(window, parts, slow.rank, phase, slow.bursts)
-    if cause.name in SLOWS_ALL:
-        return (
-            None
-            if _others_have_it(window, slow.rank, cause.name)
-            else _describe_slow_rank(window, parts, slow, phase, cause)
-        )
+    if cause.name in SLOWS_ALL and not _others_have_it(window, slow.rank, cause.name):
+        return _describe_slow_rank(window, parts, slow, phase, cause)
+    if cause.name in SLOWS_ALL:  # which all ranks have: what else is this one's own?
+        cause = cause_of(window, parts, slow.rank, phase, slow.bursts, but=cause.name)
     # Where it is slower only by missing cores, the phase is one of chance.
     by_itself = _slowest(own - window.field("off_core"), step)
     if by_itself is not None and by_itself.rank == slow.rank:

@@ -9,24 +9,67 @@ default group now.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ringdp import config, refusals
-from ringdp.errors import InvalidArgumentError
+from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError
 
 _log = logging.getLogger("ringdp.elastic")
 Result = TypeVar("Result")
 _views: dict[str, dict[int, tuple[int, ...]]] = {}  # members of the views of each group, by its name
+_START = "ringdp/elastic"  # the key of the newest start of the job: its number, and how many ranks it had
+_ADMITS = "admits"
+_FIRST_NOTICE_S = 10.0
+_PAUSE_S = 0.02
+
+
+@dataclasses.dataclass
+class Origin:
+    """The elastic job of this process, as its store has it.
+
+    Attributes:
+        store: the launcher's.
+        start: how often the launcher had started all ranks before.
+        size: the ranks of that start.
+        outside: this process is not a member yet.
+    """
+
+    store: Store
+    start: int
+    size: int
+    outside: bool = False
+
+    def keys(self) -> Store:
+        """The keys of this start, over a connection of its own."""
+        return PrefixStore(f"{_START}/{self.start}", self.store.clone())
+
+
+_origin: Origin | None = None
+
+
+def origin() -> Origin | None:
+    """That of the default group; None where it is not elastic."""
+    return _origin
+
+
+def size_at_start(group: dist.ProcessGroup) -> int:
+    """The ranks that the job had at its start, which newcomers are told; of other groups their ranks."""
+    known = _origin is not None and group is dist.group.WORLD and is_elastic(group)
+    return _origin.size if known and _origin is not None else group.size()
 
 
 def is_elastic(group: dist.ProcessGroup) -> bool:
@@ -91,6 +134,13 @@ def places(group: dist.ProcessGroup, view: int | None = None) -> tuple[int, ...]
     return tuple(_C.members_of(group)) if view is None else _views[group.group_name][view]
 
 
+def view_of(group: dist.ProcessGroup) -> int:
+    """The number of the group's present view, from 1; 0 where it keeps its members."""
+    from ringdp import _C
+
+    return _C.view_of(group) if is_elastic(group) else 0
+
+
 # For `init`.
 
 
@@ -100,7 +150,7 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
     Raises:
         InvalidArgumentError: RINGDP_ELASTIC asks for it, and it cannot be.
     """
-    if not config.elastic() or world_size == 1:
+    if not config.elastic() or (world_size == 1 and not agent_store):
         return False
     wrong = None
     if backend != "ring":
@@ -110,6 +160,70 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
     if wrong is not None:
         raise InvalidArgumentError(f"RINGDP_ELASTIC=1: {wrong}")
     return True
+
+
+def begin(store: Store, start: int, size: int, rank: int) -> None:
+    """This process is a member from the start."""
+    global _origin
+    _origin = Origin(store, start, size)
+    if rank == 0:
+        store.set(_START, f"{start} {size}")
+
+
+def admit(store: Store) -> None:
+    """Newcomers are let in from now on. `store`: the keys of this start."""
+    store.set(_ADMITS, "")
+    _mark(config.ADMITS_MARK)
+
+
+def find_job(host: str, port: int, timeout: timedelta) -> None:
+    """This process is a newcomer to the job whose launcher keeps a store there. Returns when that lets newcomers in.
+
+    Raises:
+        HandshakeError: there is no such job.
+    """
+    global _origin
+    where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
+    try:
+        store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+        while True:
+            waited_s = time.monotonic() - asked
+            if store.check([_START]):
+                start, size = map(int, store.get(_START).split())
+                found = Origin(store, start, size, outside=True)
+                if found.keys().check([_ADMITS]):
+                    _origin = found
+                    return
+            if waited_s > timeout.total_seconds():
+                raise HandshakeError(
+                    f"the job at {where} lets no newcomer in: its script makes no ringdp.elastic.Job, or it was not"
+                    " started by ringrun --elastic"
+                )
+            if waited_s > notice_s:
+                _log.warning("waits for the job at %s to let newcomers in (ringdp.elastic.Job)", where)
+                notice_s *= 2
+            time.sleep(_PAUSE_S)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise HandshakeError(
+            f"there is no job at {where}: is it over, or is that not the address of its store (--rdzv-endpoint, or"
+            f" MASTER_ADDR:MASTER_PORT of its ranks)? {error}"
+        ) from error
+
+
+def joined() -> None:
+    """This process has become a member."""
+    if _origin is not None and _origin.outside:
+        _origin.outside = False
+        _mark(config.MEMBER_MARK)
+
+
+def refuse_outside(what: str) -> None:
+    """Raises InvalidStateError in a newcomer that is no member yet, of which `what` needs all ranks."""
+    if _origin is not None and _origin.outside:
+        raise InvalidStateError(
+            f"{what}: this process is about to join a running job, and is no rank of it before its script iterates over"
+            " job.epochs() or job.loader() of ringdp.elastic.Job"
+        )
 
 
 _making = False
@@ -161,9 +275,14 @@ def follow(group: dist.ProcessGroup) -> None:
     launcher lets ranks die from now on."""
     _follow(group)
     _let_new_groups_follow()
+    _mark(config.ELASTIC_MARK)
+
+
+def _mark(name: str) -> None:
+    """For the launcher, beside this rank's report."""
     if (report := config.report_file()) is not None:
         with contextlib.suppress(OSError):
-            Path(report).with_name(config.ELASTIC_MARK).touch()
+            Path(report).with_name(name).touch()
 
 
 def _follow(group: dist.ProcessGroup) -> None:

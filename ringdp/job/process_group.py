@@ -126,6 +126,10 @@ def init(
     launch = None if init_method is not None and rank is not None else config.launch_environment()
     if launch is None and rank is None and (advice := environments.forgotten()) is not None:
         warnings.warn(advice, stacklevel=2)
+    joins = config.joins() if rank is None else None
+    if joins is not None:  # alone at first
+        rank, world_size, init_method = 0, 1, None
+        elastic.find_job(*joins, timeout)
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     config.refuse_inside_rank(init_method)
     kind = devices.kind_of(backend, device)
@@ -136,9 +140,9 @@ def init(
         settings = dataclasses.replace(settings, full_mesh_ranks=max(settings.full_mesh_ranks, world_size))
     start = f"ringdp/{settings.epoch}/{_generation}"
     store = job_store.open_store(init_method, rank, world_size, timeout, agent_store=agent_store, start=f"{start}/kept")
-    store = PrefixStore(start, store)
+    job, store = store, PrefixStore(start, store)
     _generation += 1
-    given = launch.local_rank if launch is not None and launch.rank == rank else None
+    given = launch.local_rank if launch is not None and (joins is not None or launch.rank == rank) else None
     hello = _hello(backend, kind, torch.device(device or kind).index, given, settings)
     with _met(store, hello, rank, world_size, timeout, settings) as hellos:
         _require_agreement(hellos)
@@ -147,13 +151,17 @@ def init(
         place = _device_of(ranks, rank)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        lasting = elastic.check(world_size, choice.backend, agent_store=agent_store, init_method=init_method)
+        lasting = joins is not None or elastic.check(
+            world_size, choice.backend, agent_store=agent_store, init_method=init_method
+        )
         with elastic.lasting_groups() if lasting else contextlib.nullcontext():
             _make_group(choice.backend, store, rank, world_size, timeout)
         if lasting:
             world = dist.group.WORLD
             assert world is not None  # it was made just now
             elastic.follow(world)
+            if joins is None:
+                elastic.begin(job, settings.epoch, world_size, rank)
     if choice.measure and devices.race(place):
         dist.destroy_process_group()
         _make_group(ring.BACKEND, PrefixStore("staged", store), rank, world_size, timeout)

@@ -27,6 +27,7 @@ from ringdp.launcher import advice, elastic, failure, messages, metrics, process
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
 from ringdp.launcher.other_nodes import OtherNodeFailed
+from ringdp.launcher.replacements import Replacements
 from ringdp.launcher.stopped import StoppedRanks
 from ringdp.launcher.views import Stream
 from ringdp.launcher.waiting import Waiting
@@ -141,6 +142,16 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures, stopped)))
 
+    def replacing(most: int) -> elastic.Replacing:
+        def started(logs: RankLogs) -> None:
+            of_this_attempt[:] = [logs if one.rank == logs.rank else one for one in of_this_attempt]
+            messages.post(orders.status_fd, messages.Replaced(logs=logs))
+
+        def none(rank: int, why: str) -> None:
+            messages.post(orders.status_fd, messages.Waiting(lines=(f"rank {rank}: {why}",)))
+
+        return elastic.Replacing(replacements=Replacements(most), started=started, none=none)
+
     def again(words: str) -> None:
         line = f"{words}: the ranks there are started again, and with them those here, which had ended well"
         messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
@@ -165,6 +176,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         elsewhere=elsewhere,
         lost=lost if args.elastic else None,
         stopped=stopped,
+        replacing=None if not args.max_replacements else replacing(args.max_replacements),
     )
     notify_nodes.append(gone)
     if waiting is not None:

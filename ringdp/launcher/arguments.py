@@ -231,6 +231,16 @@ def get_parser() -> argparse.ArgumentParser:
         "on without it. Without this they wait for it.",
     )
     group.add_argument(
+        "--max-replacements",
+        "--max_replacements",
+        action=env,
+        type=int,
+        default=3,
+        metavar="N",
+        help="With --elastic and a script with ringdp.elastic.Job: start another process in the place of a rank that "
+        "died, at most N times in ten minutes; 0: never. Default: 3.",
+    )
+    group.add_argument(
         "--console",
         action=env,
         default=None,
@@ -324,6 +334,8 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError("--evict-after needs --elastic")
     if args.evict_after is not None and not 0 < args.evict_after < math.inf:
         raise ValueError(f"--evict-after is a number of seconds above 0, got {args.evict_after:g}")
+    if args.max_replacements < 0:
+        raise ValueError(f"--max-replacements is a number from 0 on, got {args.max_replacements}")
     if not args.elastic:
         return
     refused = []

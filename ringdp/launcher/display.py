@@ -12,7 +12,7 @@ from ringdp.launcher.filters import AllLines, Errors, Filter, Shown
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.messages import Started
 from ringdp.launcher.sources import LogFile, Source, Terminal
-from ringdp.launcher.views import STREAMS, Mode, Stream, Views, rank_prefix
+from ringdp.launcher.views import STREAMS, Mode, Stream, View, Views, rank_prefix
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -83,17 +83,35 @@ class Display:
                 view = self._views.of(
                     rank=rank.rank, local_rank=rank.local_rank, local_world_size=len(started.ranks), stream=stream
                 )
-                log = rank.stdout if stream == "stdout" else rank.stderr
-                if view.mode is Mode.HIDDEN or (stream == "stderr" and rank.one_terminal):
-                    continue
-                feed = _Feed(rank=rank.rank, source=self._source(rank, stream, log), stream=stream)
-                if view.mode is Mode.RAW and (stream == "stderr" or rank.one_terminal):
-                    feed.noted = Errors(rank_prefix(rank.rank), self._shown, log)
-                elif view.mode is Mode.LINES:
-                    feed.filter = AllLines(view.prefix)
-                elif view.mode is Mode.ERRORS:
-                    feed.filter = Errors(view.prefix, self._shown, log)
-                self._feeds.append(feed)
+                self._add_feed(rank, stream, view)
+
+    def replaced(self, rank: RankLogs, ranks: int) -> None:
+        """Show another process in the place of one of so many ranks: as one that is not rank 0, before it is."""
+        for feed in [feed for feed in self._feeds if feed.rank == rank.rank]:
+            if isinstance(feed.source, LogFile):
+                self._take(feed, feed.source.finish(), ended=True)
+                self._feeds.remove(feed)
+        self._others = [one for one in self._others if one.rank != rank.rank]
+        if self._views.follow_rank_0:
+            self._others.append(rank)
+        for stream in STREAMS:
+            view = self._views.of(rank=rank.rank, local_rank=rank.local_rank, local_world_size=ranks, stream=stream)
+            if view.mode is Mode.RAW and self._views.follow_rank_0:
+                view = View(mode=Mode.HIDDEN)
+            self._add_feed(rank, stream, view)
+
+    def _add_feed(self, rank: RankLogs, stream: Stream, view: View) -> None:
+        log = rank.stdout if stream == "stdout" else rank.stderr
+        if view.mode is Mode.HIDDEN or (stream == "stderr" and rank.one_terminal):
+            return
+        feed = _Feed(rank=rank.rank, source=self._source(rank, stream, log), stream=stream)
+        if view.mode is Mode.RAW and (stream == "stderr" or rank.one_terminal):
+            feed.noted = Errors(rank_prefix(rank.rank), self._shown, log)
+        elif view.mode is Mode.LINES:
+            feed.filter = AllLines(view.prefix)
+        elif view.mode is Mode.ERRORS:
+            feed.filter = Errors(view.prefix, self._shown, log)
+        self._feeds.append(feed)
 
     def show(self) -> None:
         """Show new output."""

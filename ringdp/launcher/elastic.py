@@ -17,7 +17,9 @@ from torch.distributed.launcher import api
 
 from ringdp.config import ELASTIC_MARK
 from ringdp.launcher import other_nodes
+from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.other_nodes import End
+from ringdp.launcher.replacements import Replacements
 from ringdp.launcher.stopped import StoppedRanks
 
 
@@ -38,6 +40,21 @@ class Elsewhere:
     launcher_failed: Callable[[BaseException], str]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replacing:
+    """Other processes in the place of lost ranks.
+
+    Attributes:
+        replacements: which are started, and when.
+        started: is given the logs of one that was started.
+        none: is given a rank and why none comes in its place.
+    """
+
+    replacements: Replacements
+    started: Callable[[RankLogs], None]
+    none: Callable[[int, str], None]
+
+
 def report_to(
     *,
     meeting: Callable[[RendezvousHandler], None],
@@ -46,6 +63,7 @@ def report_to(
     elsewhere: Elsewhere,
     lost: Callable[[Mapping[int, ProcessFailure]], None] | None = None,
     stopped: StoppedRanks | None = None,
+    replacing: Replacing | None = None,
 ) -> Callable[[str], None]:
     """Have the agent of this process call these; torch.distributed.launcher makes it.
 
@@ -56,6 +74,7 @@ def report_to(
         elsewhere: the reports about and to other nodes.
         lost: is given the lost ranks, without which the others go on; None: no rank goes on without another.
         stopped: ends ranks that are stopped for too long; None: they are waited for.
+        replacing: starts other processes in the place of lost ranks; None: nobody does.
 
     Returns:
         A function to call when this process is about to end before the agent has: publishes the reason to the other
@@ -175,10 +194,13 @@ def report_to(
                 return None
             if context is not self._watched:
                 self._watched, self._dead = context, set()
+                if replacing is not None:
+                    replacing.replacements.clear()
             codes = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
             dead = {local: code for local, code in codes.items() if code not in (None, 0)}
             running = [local for local, code in codes.items() if code is None]
-            if (not dead and stopped is None) or not all(_goes_on(context, local) for local in running):
+            replaced = replacing.replacements.replaced if replacing is not None else lambda _: False
+            if (not dead and stopped is None) or not all(replaced(one) or _goes_on(context, one) for one in running):
                 return None  # as ever
             if stopped is not None:
                 pids = [context.subprocess_handlers[local].proc.pid for local in running]
@@ -190,12 +212,40 @@ def report_to(
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             if new and (running or len(dead) < len(codes) or self._others is not None):
                 lost({ranks[local]: _failure(context, local, code) for local, code in new.items()})
+            if running and replacing is not None:
+                self._replace(context, worker_group, replacing, {local: int(code or 0) for local, code in new.items()})
             if running:
                 return RunResult(state=WorkerState.HEALTHY)
             if len(dead) < len(codes) or (self._others is not None and self._others.end(other_nodes.LOST)):
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
             return None
 
+        def _replace(
+            self, context: SubprocessContext, worker_group: WorkerGroup, replacing: Replacing, dead: Mapping[int, int]
+        ) -> None:
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            replacements = replacing.replacements
+            for local, code in dead.items():
+                if (why := replacements.note_death(context, local, code)) is not None:
+                    replacing.none(ranks[local], why)
+            running = [one for one, handler in context.subprocess_handlers.items() if handler.proc.poll() is None]
+            if self._others is None and all(replacements.outside(context, one) for one in running):
+                for one in running:  # nobody is left who could let it in
+                    context.subprocess_handlers[one].close()
+                return
+            started = replacements.start(context)
+            for logs in started.values():
+                self._dead.discard(logs.local_rank)
+                for worker in worker_group.workers:
+                    if worker.local_rank == logs.local_rank:
+                        worker.id = context.subprocess_handlers[logs.local_rank].proc.pid  # torch compares them
+                replacing.started(logs)
+            if started:
+                handlers = context.subprocess_handlers
+                running_now = {one: it.proc.pid for one, it in handlers.items() if it.proc.poll() is None}
+                report_running({ranks[local]: pid for local, pid in running_now.items()})
+
+    report_running = running
     api.LocalElasticAgent = ReportingAgent  # type: ignore[attr-defined]
 
     def gone(words: str) -> None:

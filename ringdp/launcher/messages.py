@@ -86,6 +86,13 @@ class Lost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """Another process was started in the place of a rank that had died."""
+
+    logs: RankLogs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting:
     """Lines for the user about the other nodes: their launchers have not all come, or their ranks not all ended.
 
@@ -112,10 +119,10 @@ class Broken:
     error: str
 
 
-Message = Started | Running | Signalled | Failed | Restarting | Lost | Waiting | FailedElsewhere | Broken
+Message = Started | Running | Signalled | Failed | Restarting | Lost | Replaced | Waiting | FailedElsewhere | Broken
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Started, Running, Signalled, Failed, Restarting, Lost, Waiting, FailedElsewhere, Broken)
+    for kind in (Started, Running, Signalled, Failed, Restarting, Lost, Replaced, Waiting, FailedElsewhere, Broken)
 }
 
 
@@ -130,6 +137,8 @@ def decode(line: bytes) -> Message:
     kind = fields.pop("kind")
     if kind == "Started":
         fields["ranks"] = tuple(RankLogs(**{**rank, "terminals": tuple(rank["terminals"])}) for rank in fields["ranks"])
+    if kind == "Replaced":
+        fields["logs"] = RankLogs(**{**fields["logs"], "terminals": ()})
     if kind == "Running":
         fields["pids"] = tuple((rank, pid) for rank, pid in fields["pids"])
     if kind == "Waiting":

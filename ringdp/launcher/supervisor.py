@@ -7,6 +7,7 @@ ranks; this process is never busy, so it can end everything in time.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import select
@@ -238,6 +239,8 @@ class Supervisor:
             self._passed_on.all_got(message.number)
         elif isinstance(message, messages.Lost):
             self._note_loss(message)
+        elif isinstance(message, messages.Replaced):
+            self._note_replacement(message.logs)
         else:
             self._started = message
             self._lost.clear()
@@ -260,6 +263,14 @@ class Supervisor:
         for report in self._examine(message.failures):
             self._lost[report.failure.rank] = report.in_short
             self._console.lines("stderr", [summary.lost(report, host=host, logs_kept=self._folder.kept)])
+
+    def _note_replacement(self, logs: RankLogs) -> None:
+        if self._started is not None:
+            ranks = tuple(logs if one.rank == logs.rank else one for one in self._started.ranks)
+            self._started = dataclasses.replace(self._started, ranks=ranks)
+            self._display.replaced(logs, len(ranks))
+        where = f", its log in {Path(logs.stdout).parent}" if self._folder.kept else ""
+        self._console.lines("stderr", [f"ringrun: another process takes the place of rank {logs.rank}{where}"])
 
     def _examine(self, failures: tuple[messages.RankFailure, ...]) -> list[failure.FailureReport]:
         reports = failure.examine(

@@ -32,6 +32,10 @@ class DyingAgreement final : public Agreement {
     at_("decided");
     return decision;
   }
+  Decision propose(uint64_t view, int self, const Decision& decision) override {
+    return StoreAgreement(std::make_unique<SharedStore>(store_, [&] { at_("proposes"); }))
+        .propose(view, self, decision);
+  }
 
  private:
   MemoryStore& store_;

@@ -91,6 +91,10 @@ class LivingAgreement final : public Agreement {
     if (death_->dead) throw Dead();
     return StoreAgreement(std::make_unique<SharedStore>(store_)).agree(view, members, self, mine, unreachable, look);
   }
+  Decision propose(uint64_t view, int self, const Decision& decision) override {
+    if (death_->dead) throw Dead();
+    return StoreAgreement(std::make_unique<SharedStore>(store_)).propose(view, self, decision);
+  }
 
  private:
   Store& store_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
@@ -40,8 +41,12 @@ int& UnitScope::depth() {
 
 std::string ViewChange::text() const {
   std::ostringstream out;
-  out << (lost.empty() ? std::string("a member") : join(lost_names, ", ")) << (lost.size() > 1 ? " were" : " was")
-      << " lost (" << decision.cause << "); " << decision.members.size() << " of " << before
+  out << (lost.empty() ? std::string("a member") : join(lost_names, ", "));
+  if (decision.planned)
+    out << " left";
+  else
+    out << (lost.size() > 1 ? " were" : " was") << " lost";
+  out << " (" << decision.cause << "); " << decision.members.size() << " of " << before
       << " ranks go on, numbered from 0, as view " << view;
   return out.str();
 }
@@ -90,6 +95,8 @@ std::shared_ptr<ElasticGroup> ElasticGroup::make(std::shared_ptr<Runtime> runtim
                                                  const AlgorithmTables& tables, std::unique_ptr<Agreement> agreement) {
   std::shared_ptr<ElasticGroup> made(
       new ElasticGroup(std::move(runtime), std::move(name), timeout_ms, tables, std::move(agreement)));
+  made->places_.resize(static_cast<std::size_t>(made->runtime_->engine().world()));
+  std::iota(made->places_.begin(), made->places_.end(), 0);
   made->group_ = made->make_view(1, members);  // after `made` exists, to which the view belongs
   made->rank_ = made->group_->view().rank;
   made->size_ = made->group_->view().size;
@@ -181,6 +188,11 @@ void ElasticGroup::commit(uint64_t unit) {
     left_ = progress_.left();
   }
   write_log_line(/*made=*/true);
+  if (has_last_world_.exchange(false)) {
+    std::lock_guard changing(change_mutex_);
+    last_view_.reset();
+    last_runtime_.reset();
+  }
 }
 
 void ElasticGroup::write_log_line(bool made) {
@@ -211,19 +223,8 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
     const Decision decision = agreement_->agree(
         view, before, self, mine, [&] { return group->engine()->unreachable(before); },
         [&](const std::vector<int>& waiting_for) { look(waiting_for, deadline, next_notice); });
-    ViewChange change;
-    change.view = view + 1;
-    change.before = static_cast<int>(before.size());
-    change.decision = decision;
+    ViewChange change = describe(view + 1, decision);
     change.counted = decision.committed > mine.left;
-    for (std::size_t i = 0; i < before.size(); ++i) {
-      const int member = before[i];
-      if (std::find(decision.members.begin(), decision.members.end(), member) != decision.members.end()) continue;
-      change.lost.push_back(member);
-      change.lost_names.push_back(group->engine()->peer(member).text());
-      if (decision.weights.size() == before.size())
-        change.lost_weight = change.lost_weight.value_or(0) + decision.weights[i];
-    }
     change.noticed_at = noticed;
     write_log_line(/*made=*/change.counted);  // of the change before, if this one has stopped its unit
     install(std::move(change));
@@ -231,6 +232,24 @@ ElasticGroup::Outcome ElasticGroup::change(uint64_t unit, uint64_t view, bool ca
   if (unit > 0 && left_ >= unit) return Outcome::kCounts;  // an unreported change is reported by the next call
   throw_if_untold();
   return Outcome::kAgain;
+}
+
+ViewChange ElasticGroup::describe(uint64_t view, const Decision& decision) const {
+  const auto group = this->group();
+  const std::vector<int>& before = group->view().members;
+  ViewChange change;
+  change.view = view;
+  change.before = static_cast<int>(before.size());
+  change.decision = decision;
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    const int member = before[i];
+    if (std::find(decision.members.begin(), decision.members.end(), member) != decision.members.end()) continue;
+    change.lost.push_back(member);
+    change.lost_names.push_back(group->engine()->peer(member).text());
+    if (decision.weights.size() == before.size())
+      change.lost_weight = change.lost_weight.value_or(0) + decision.weights[i];
+  }
+  return change;
 }
 
 // From now on this rank starts no operation in that view and completes no unit.
@@ -279,11 +298,23 @@ void ElasticGroup::install(ViewChange change) {
                     "): " + context.advice,
                 context);
   }
-  const auto now = make_view(change.view, decision.members);
+  std::vector<int> members = decision.members;
+  if (!decision.world.empty()) {
+    if (!next_world_ || next_world_->name != decision.world)
+      throw Error(ErrorKind::kState, "the members of the job go on in a world that this rank has not met");
+    last_view_ = before;
+    last_runtime_ = runtime_;
+    has_last_world_ = true;
+    move_to(std::move(*next_world_));
+    members.resize(static_cast<std::size_t>(runtime_->engine().world()));
+    std::iota(members.begin(), members.end(), 0);
+  }
+  const auto now = make_view(change.view, members);
   if (before->adds_in_rank_order()) now->add_in_rank_order();
   OnChange listener;
   {
     std::lock_guard lock(mutex_);
+    for (const int member : members) change.places.push_back(places_.at(static_cast<std::size_t>(member)));
     group_ = now;
     group_->set_timeout_ms(timeout_ms_);
     progress_.install(change.view, decision.committed);
@@ -294,24 +325,110 @@ void ElasticGroup::install(ViewChange change) {
     weights_.clear();
     change.also_lost = unit_.also_lost;
     last_ = change;
-    unlogged_ = true;
+    unlogged_ = !change.lost.empty() || decision.replay;
     rank_ = now->view().rank;
     size_ = now->view().size;
     view_ = change.view;
     listener = on_change_;
   }
   if (installed_) installed_(now);
-  before->close("left: its members have changed");
+  if (decision.world.empty()) before->close("left: its members have changed");
   if (listener) listener(change);  // before the log line, since it may change the log's destination
   if (decision.replay || decision.again.empty()) write_log_line(/*made=*/false);
 }
 
+// Under change_mutex_.
+void ElasticGroup::move_to(NextWorld world) {
+  std::lock_guard lock(mutex_);
+  runtime_ = std::move(world.runtime);
+  name_ = std::move(world.name);
+  tables_ = runtime_->tables_in_use();
+  agreement_ = std::move(world.agreement);
+  places_ = std::move(world.places);
+  next_world_.reset();
+}
+
+// ---- Changes without a loss.
+
+std::vector<int> ElasticGroup::places() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> places;
+  for (const int member : group_->view().members) places.push_back(places_.at(static_cast<std::size_t>(member)));
+  return places;
+}
+
+void ElasticGroup::set_places(std::vector<int> of_runtime) {
+  std::lock_guard lock(mutex_);
+  places_ = std::move(of_runtime);
+}
+
+std::vector<int> ElasticGroup::places_of_runtime() const {
+  std::lock_guard lock(mutex_);
+  return places_;
+}
+
+void ElasticGroup::prepare(NextWorld world) {
+  std::lock_guard changing(change_mutex_);
+  next_world_ = std::move(world);
+}
+
+bool ElasticGroup::go_on_in(const std::string& world, uint64_t view) {
+  std::lock_guard changing(change_mutex_);
+  Decision decision;
+  decision.world = world;
+  decision.members = group()->view().members;
+  return decide(view, std::move(decision));
+}
+
+bool ElasticGroup::go_on_without(const std::vector<int>& ranks, uint64_t view, const std::string& cause) {
+  std::lock_guard changing(change_mutex_);
+  Decision decision;
+  decision.cause = clean_text(cause, kMostCauseBytes);
+  decision.planned = true;
+  const std::vector<int> members = group()->view().members;
+  for (std::size_t rank = 0; rank < members.size(); ++rank)
+    if (std::find(ranks.begin(), ranks.end(), static_cast<int>(rank)) == ranks.end())
+      decision.members.push_back(members[rank]);
+  return decide(view, std::move(decision));
+}
+
+// Under change_mutex_. In the view after `view` this rank has found the decision of another one.
+bool ElasticGroup::decide(uint64_t view, Decision decision) {
+  if (view_ == view + 1) {
+    std::lock_guard lock(mutex_);
+    return last_.decision.world == decision.world && last_.decision.planned == decision.planned;
+  }
+  if (view_ != view) return false;
+  const auto before = group();
+  decision.committed = left_;
+  const Decision found = agreement_->propose(view, before->engine()->rank(), decision);
+  ViewChange change = describe(view + 1, found);
+  change.noticed_at = Clock::now();
+  write_log_line(/*made=*/true);
+  install(std::move(change));
+  return found.world == decision.world && found.planned == decision.planned;
+}
+
+void ElasticGroup::enter(uint64_t view, uint64_t left) {
+  std::lock_guard changing(change_mutex_);
+  if (!next_world_) throw Error(ErrorKind::kState, "this rank has not met the members of the job");
+  ViewChange change;
+  change.view = view;
+  change.before = 1;
+  change.decision.members = group()->view().members;
+  change.decision.committed = left;
+  change.decision.world = next_world_->name;
+  change.noticed_at = Clock::now();
+  install(std::move(change));
+}
+
 void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const {
-  runtime_->engine().check_interrupt();
+  const auto engine = group()->engine();
+  engine->check_interrupt();
   const auto now = Clock::now();
   if (now < next_notice && !deadline.expired()) return;
   std::vector<std::string> names;
-  for (const int member : waiting_for) names.push_back(runtime_->engine().peer(member).text());
+  for (const int member : waiting_for) names.push_back(engine->peer(member).text());
   const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
                            join(names, ", ") + ", which lives and has not come to its next operation";
   if (deadline.expired()) {

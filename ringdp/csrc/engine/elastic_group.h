@@ -44,12 +44,21 @@ struct UnitDescription {
   std::string also_lost = "";  // text: what is lost with members from now on; empty: unchanged
 };
 
+// Connections of the members of a view and of newcomers, over which they go on once all of them have it.
+struct NextWorld {
+  std::string name;  // the same on all of them, never used before
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<Agreement> agreement;
+  std::vector<int> places;  // by rank in the runtime: the members of the view in their order, then newcomers
+};
+
 // A change of members, for the log and for errors. The same on all ranks, except `counted` and `noticed_at`.
 struct ViewChange {
   uint64_t view = 0;  // the new one
   int before = 0;     // members of the old one
   Decision decision;
-  std::vector<int> lost;                // by place
+  std::vector<int> places;              // of the new members
+  std::vector<int> lost;                // by rank in the runtime
   std::vector<std::string> lost_names;  // "rank 3 (host n2, pid 4711)"
   std::optional<double> lost_weight;    // of their batches in the repeated unit
   bool counted = false;                 // a unit that this rank had in progress counts, with the lost ranks' parts
@@ -68,7 +77,7 @@ struct ViewChange {
 
 class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
  public:
-  using OnChange = std::function<void(const ViewChange&)>;  // called on the thread of `change`; may block
+  using OnChange = std::function<void(const ViewChange&)>;  // called on the thread that makes it; may block
 
   static std::shared_ptr<ElasticGroup> make(std::shared_ptr<Runtime> runtime, std::string name,
                                             const std::vector<int>& members, int64_t timeout_ms,
@@ -86,6 +95,13 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   int rank() const { return rank_; }  // in the present view
   int size() const { return size_; }
   uint64_t view() const { return view_; }
+  uint64_t left() const { return left_; }  // units that this rank has left, over all views
+  // By rank in the present view: the number that a member has for good, which is its rank in the first view of the
+  // job, or the next number that was free when it came.
+  std::vector<int> places() const;
+  // Of a group of some ranks: as those of the whole job.
+  void set_places(std::vector<int> of_runtime);
+  std::vector<int> places_of_runtime() const;  // by rank in the runtime
   // Some ranks repeat the first unit of this view: its operations are issued at its end.
   bool first_unit() const { return view_ > 1 && left_ == base_; }
 
@@ -106,6 +122,17 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   // more. `calling`: true when the caller will run an operation that belongs to no unit.
   Outcome change(uint64_t unit, uint64_t view, bool calling = false);
 
+  // Changes without a loss. All members call them after the same unit, which all of them have left or are about to.
+  // From now on `go_on_in` may install this world; replaces one that was prepared before.
+  void prepare(NextWorld world);
+  // The members of `view` go on over the prepared world of this name. False: a member was lost meanwhile, and they go
+  // on without it where they were.
+  bool go_on_in(const std::string& world, uint64_t view);
+  // The members of `view` go on without these of its ranks, which are about to leave. Returns as go_on_in.
+  bool go_on_without(const std::vector<int>& ranks, uint64_t view, const std::string& cause);
+  // On a newcomer, whose group has itself alone: it becomes a member of the view that go_on_in has made.
+  void enter(uint64_t view, uint64_t left);
+
   // Outside units. Before an operation: the present view. If that has lost a member it is changed, and all members get
   // Error(kMembership), since the arguments of the operation were made for the old members (lists of one tensor for
   // each, a root).
@@ -119,6 +146,9 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   ElasticGroup(std::shared_ptr<Runtime> runtime, std::string name, int64_t timeout_ms, const AlgorithmTables& tables,
                std::unique_ptr<Agreement> agreement);
   std::shared_ptr<GroupHandle> make_view(uint64_t view, const std::vector<int>& members);
+  bool decide(uint64_t view, Decision decision);
+  ViewChange describe(uint64_t view, const Decision& decision) const;
+  void move_to(NextWorld world);
   MemberState freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling);
   void install(ViewChange change);
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
@@ -126,13 +156,19 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   void throw_if_untold();
   void write_log_line(bool made);  // of the last change, once, after its unit is done or stopped
 
-  const std::shared_ptr<Runtime> runtime_;  // shared with the views
-  const std::string name_;
-  const AlgorithmTables tables_;
-  const std::unique_ptr<Agreement> agreement_;  // used under change_mutex_
-  std::mutex change_mutex_;                     // one change at a time; locked before mutex_
-  mutable std::mutex mutex_;                    // guards the members below
+  // Of the present world; under change_mutex_.
+  std::shared_ptr<Runtime> runtime_;  // shared with the views
+  std::string name_;
+  AlgorithmTables tables_;
+  std::unique_ptr<Agreement> agreement_;
+  std::optional<NextWorld> next_world_;
+  std::shared_ptr<GroupHandle> last_view_;  // of the world before, until all members have left a unit in this one
+  std::shared_ptr<Runtime> last_runtime_;
+
+  std::mutex change_mutex_;   // one change at a time; locked before mutex_
+  mutable std::mutex mutex_;  // guards the members below
   std::shared_ptr<GroupHandle> group_;
+  std::vector<int> places_;  // by rank in the runtime
   OnChange on_change_;
   std::function<void(const std::shared_ptr<GroupHandle>&)> installed_;  // under change_mutex_
   int64_t timeout_ms_;
@@ -142,6 +178,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   std::vector<std::shared_ptr<Work>> calls_;  // operations outside units that may be unfinished
   ViewChange last_;
   bool unlogged_ = false;  // last_ was not logged yet
+  std::atomic<bool> has_last_world_{false};
   UnitDescription unit_;
   std::vector<double> weights_;    // see set_weights; empty: unknown
   std::atomic<uint64_t> left_{0};  // as in progress_

@@ -67,6 +67,7 @@ class OpenGroup {
   int64_t timeout_ms() const { return timeout_ms_; }
   const GroupView& view() const { return view_; }
   Runtime& runtime() { return *runtime_; }
+  const std::shared_ptr<Runtime>& share_runtime() const { return runtime_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   // The transport's name to each other member, by its place in the group.
   std::map<int, std::string> transports() const;

@@ -94,10 +94,10 @@ MemberState MemberState::decode(const std::string& text) {
 
 std::string Decision::encode() const {
   std::ostringstream out;
-  out << committed << ' ' << replay << ' ' << batches;
+  out << committed << ' ' << replay << ' ' << batches << ' ' << planned;
   write_list(out, members);
   write_list(out, weights);
-  out << '\n' << cause << '\n' << counted << '\n' << again;
+  out << '\n' << cause << '\n' << counted << '\n' << again << '\n' << world;
   return out.str();
 }
 
@@ -107,12 +107,14 @@ Decision Decision::decode(const std::string& text) {
   decision.committed = read<uint64_t>(in);
   decision.replay = read<bool>(in);
   decision.batches = read<bool>(in);
+  decision.planned = read<bool>(in);
   decision.members = read_list<int>(in);
   decision.weights = read_list<double>(in);
   read_line(in);  // the end of this one
   decision.cause = read_line(in);
   decision.counted = read_line(in);
   decision.again = read_line(in);
+  decision.world = read_line(in);
   return decision;
 }
 
@@ -159,6 +161,14 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
     throw without_a_store(self, store_->place(), unreachable(), error);
   }
   return *turn.decision();
+}
+
+Decision StoreAgreement::propose(uint64_t view, int self, const Decision& decision) {
+  try {
+    return Decision::decode(store_->set_first(decision_key(view), decision.encode()));
+  } catch (const StoreLost& error) {
+    throw without_a_store(self, store_->place(), {}, error);
+  }
 }
 
 std::optional<std::string> StoreAgreement::ask(const StoreRequest& request) {

@@ -49,6 +49,10 @@ struct Decision {
   std::string again{};    // the one that is repeated
   bool batches = false;   // of `again`, as in MemberState
   std::vector<double> weights{};
+  bool planned = false;  // nobody was lost: the members that are not named had said that they leave
+  // The members go on over the connections of this world, with its newcomers (ElasticGroup::prepare). Empty: over
+  // those that they have.
+  std::string world{};
 
   std::string encode() const;
   static Decision decode(const std::string& text);  // throws Error(kHandshake)
@@ -69,6 +73,9 @@ class Agreement {
   // Returns the decision for the view after `view`, of which this rank may not be a member.
   virtual Decision agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
                          const Unreachable& unreachable, const Look& look) = 0;
+  // A change without a loss, which all members propose alike after the same unit. Returns the decision for the view
+  // after `view`: another one if a member that had lost others was first.
+  virtual Decision propose(uint64_t view, int self, const Decision& decision) = 0;
 };
 
 // With a store that outlives the ranks (the launcher's): the lowest connected member collects the others' states
@@ -79,6 +86,7 @@ class StoreAgreement final : public Agreement {
 
   Decision agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
                  const Unreachable& unreachable, const Look& look) override;
+  Decision propose(uint64_t view, int self, const Decision& decision) override;
 
  private:
   std::optional<std::string> ask(const StoreRequest& request);

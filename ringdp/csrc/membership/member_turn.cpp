@@ -25,6 +25,8 @@ std::vector<int> reaching_each_other(const std::vector<int>& living, const std::
 
 }  // namespace
 
+std::string decision_key(uint64_t view) { return std::to_string(view) + "/decision"; }
+
 MemberTurn::MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,
                        const AgreementRules& rules)
     : prefix_(std::to_string(view) + "/"),

@@ -20,6 +20,9 @@ struct AgreementRules {
   bool first_counts = true;  // of two decisions the first is final
 };
 
+// The key of the decision that ends a view.
+std::string decision_key(uint64_t view);
+
 struct StoreRequest {
   enum class Kind { kSet, kFind, kSetFirst };
   Kind kind = Kind::kFind;

@@ -41,6 +41,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<ElasticGroup> elastic, std::s
   elastic_->on_install([this](const std::shared_ptr<GroupHandle>& view) {
     std::lock_guard lock(membership_mutex_);
     membership_.group = view;
+    membership_.runtime = view->share_runtime();
     if (membership_.listener) view->on_failure(membership_.listener);
   });
   init();

@@ -43,7 +43,7 @@ void on_change(const GroupPointer& group, py::function listener) {
   required(elastic_of(group)).on_change([kept](const ViewChange& change) {
     const py::gil_scoped_acquire gil;
     try {
-      (*kept)(change.view, change.decision.members, change.lost_names, change.decision.cause, change.counted,
+      (*kept)(change.view, change.places, change.lost_names, change.decision.cause, change.counted,
               change.decision.replay);
     } catch (py::error_already_set& error) {  // the change is done: a listener cannot stop it
       error.discard_as_unraisable("on_change");
@@ -89,8 +89,33 @@ void bind_elastic(py::module_& module) {
       "view_of", [](const GroupPointer& group) { return required(elastic_of(group)).view(); }, py::arg("process_group"),
       "The number of the present view, from 1.");
   module.def(
-      "members_of", [](const GroupPointer& group) { return required(elastic_of(group)).group()->view().members; },
-      py::arg("process_group"), "The present members: their ranks at the start of the job.");
+      "members_of", [](const GroupPointer& group) { return required(elastic_of(group)).places(); },
+      py::arg("process_group"),
+      "The present members: their ranks at the start of the job, or the numbers that newcomers got.");
+  module.def(
+      "units_left", [](const GroupPointer& group) { return required(elastic_of(group)).left(); },
+      py::arg("process_group"), "How many units this rank has left, over all views.");
+  module.def(
+      "go_on_in",
+      [](const GroupPointer& group, const std::string& world, uint64_t view) {
+        return required(elastic_of(group)).go_on_in(world, view);
+      },
+      py::arg("process_group"), py::arg("world"), py::arg("view"), NoGil(),
+      "All members of the view go on over the connections of this name (prepare_world), with its newcomers; they call "
+      "it after the "
+      "same\nunit. False: a member was lost meanwhile, and they go on without it where they were.");
+  module.def(
+      "go_on_without",
+      [](const GroupPointer& group, const std::vector<int>& ranks, uint64_t view, const std::string& cause) {
+        return required(elastic_of(group)).go_on_without(ranks, view, cause);
+      },
+      py::arg("process_group"), py::arg("ranks"), py::arg("view"), py::arg("cause"), NoGil(),
+      "All members of the view but these go on without them; they call it after the same unit.");
+  module.def(
+      "enter_world",
+      [](const GroupPointer& group, uint64_t view, uint64_t left) { required(elastic_of(group)).enter(view, left); },
+      py::arg("process_group"), py::arg("view"), py::arg("left"), NoGil(),
+      "On a newcomer: become a member of the view that go_on_in has made.");
   module.def(
       "before_first_unit", [](const GroupPointer& group) { return required(elastic_of(group)).first_unit(); },
       py::arg("process_group"),

@@ -41,9 +41,15 @@ std::string store_prefix(const std::string& group_id) {
   return "ringdp/" + std::to_string(made[group_id]++) + "/";
 }
 
+// With the lock held. The members of an elastic job may have gone on in another Runtime.
+std::shared_ptr<Runtime> present_runtime() {
+  const auto elastic = world_elastic.lock();
+  return elastic ? elastic->group()->share_runtime() : world_runtime.lock();
+}
+
 std::shared_ptr<Runtime> runtime_for(const std::vector<int>& global_ranks, int rank) {
   std::lock_guard lock(runtime_mutex);
-  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  std::shared_ptr<Runtime> runtime = present_runtime();
   // An exception's traceback or a module may keep a group, and its Runtime, alive.
   if (!runtime || runtime->ended() || global_ranks.empty()) return nullptr;
   for (int member : global_ranks)
@@ -172,9 +178,13 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
         std::make_unique<StoreAdapter>(store->clone(), store_prefix(group_id) + "elastic/"));
     const AlgorithmTables in_use = runtime->tables_in_use();
     auto lasting = ElasticGroup::make(runtime, group_id, global_ranks, timeout.count(), in_use, std::move(agreement));
-    if (owns) {
+    {
       std::lock_guard lock(runtime_mutex);
-      world_elastic = lasting;
+      const auto world = world_elastic.lock();
+      if (owns)
+        world_elastic = lasting;
+      else if (world)
+        lasting->set_places(world->places_of_runtime());
     }
     return c10::make_intrusive<ProcessGroupRing>(std::move(lasting), std::move(runtime), owns);
   }
@@ -216,6 +226,25 @@ std::unique_ptr<PendingMesh> make_pending_mesh(const c10::intrusive_ptr<c10d::St
   return std::make_unique<PendingMesh>(adapter, options);
 }
 
+// `store`: in which the members agree from then on.
+void prepare_world(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name, PendingMesh& pending,
+                   const c10::intrusive_ptr<c10d::Store>& store, std::vector<int> places, const py::dict& config) {
+  const EngineOptions options = engine_options_of(config);
+  const AlgorithmTables tables = tables_of(config);
+  const py::gil_scoped_release no_gil;
+  const ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+  if (ring == nullptr || !ring->elastic())
+    throw Error(ErrorKind::kState, "the members of this process group cannot change");
+  const int rank = pending.rank();
+  auto runtime = std::make_shared<Runtime>(rank, pending.take(), options, tables);
+  remember(runtime, /*is_default=*/false);
+  ring->elastic()->prepare({.name = name,
+                            .runtime = std::move(runtime),
+                            .agreement = std::make_unique<StoreAgreement>(
+                                std::make_unique<StoreAdapter>(store->clone(), name + "/elastic/")),
+                            .places = std::move(places)});
+}
+
 std::vector<std::shared_ptr<Runtime>> all_runtimes() {
   std::vector<std::shared_ptr<Runtime>> all;
   std::lock_guard lock(runtime_mutex);
@@ -237,7 +266,7 @@ void shut_down_all() {
 
 std::pair<uint64_t, uint64_t> traffic() {
   std::lock_guard lock(runtime_mutex);
-  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  std::shared_ptr<Runtime> runtime = present_runtime();
   if (!runtime) return {0, 0};
   const auto [sent, received] = runtime->engine().traffic();
   return {sent, received};
@@ -245,7 +274,7 @@ std::pair<uint64_t, uint64_t> traffic() {
 
 std::shared_ptr<Runtime> default_runtime() {
   std::lock_guard lock(runtime_mutex);
-  return world_runtime.lock();
+  return present_runtime();
 }
 
 std::vector<OperationRecord> default_operations() {
@@ -266,7 +295,7 @@ std::vector<RecordedGroup> default_recorded_groups() {
 
 std::map<int, std::string> default_transports() {
   std::lock_guard lock(runtime_mutex);
-  std::shared_ptr<Runtime> runtime = world_runtime.lock();
+  std::shared_ptr<Runtime> runtime = present_runtime();
   return runtime ? runtime->transports() : std::map<int, std::string>();
 }
 
@@ -295,6 +324,10 @@ void bind_process_group(py::module_& module) {
   module.def("create_reconfigurable_process_group", &create_reconfigurable, py::kw_only(), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("is_default"), py::arg("config"),
              "A group without members, which connect by handles: see torch's reconfigure.");
+  module.def("prepare_world", &prepare_world, py::kw_only(), py::arg("process_group"), py::arg("name"),
+             py::arg("pending"), py::arg("store"), py::arg("places"), py::arg("config"),
+             "Connections with newcomers, over which an elastic group may go on from now on (go_on_in, enter_world). "
+             "`places`:\nby rank in them, the numbers that members have for good.");
   module.def("shut_down_all", &shut_down_all, py::call_guard<py::gil_scoped_release>(),
              "Leave all jobs and end the threads; for the end of the process.");
   module.def("set_farewell", &set_farewell, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),

@@ -423,6 +423,8 @@ void bind_reducer(py::module_& module) {
       .def("choose", &choose_reductions, py::arg("reduction_of_bucket"), NoGil())
       .def("announce_weight", &Reducer::announce_weight, py::arg("weight"), py::arg("sync"),
            py::arg("training") = py::none(), NoGil())
+      .def("begin_again", &Reducer::begin_again, py::arg("step"), NoGil(),
+           "The elastic job has new members: its steps are counted from this one, with buckets that are not ordered.")
       .def("repeat_batch", &Reducer::repeat_batch, NoGil(),
            "The forwards up to the end of this step are of the batch whose forward has failed.")
       .def("incoming_factor", &incoming_factor, NoGil())

@@ -423,6 +423,17 @@ void Reducer::set_group(c10::intrusive_ptr<c10d::ProcessGroup> other, bool avera
   buckets_.attach();
 }
 
+void Reducer::begin_again(int64_t step) {
+  const Lock lock(mutex_);
+  exchange_.failure.throw_if_any();
+  throw_if_unfinished(/*notify=*/false);
+  exchange_.forwards.settle();
+  buckets_.repair.follow_members();
+  exchange_.step = step;
+  report_.go_on_from(step);
+  start();
+}
+
 void Reducer::set_optimizer_in_backward() {
   const Lock lock(mutex_);
   optimizer_in_backward_ = true;

@@ -100,6 +100,9 @@ class Reducer final : public GradientListener, public std::enable_shared_from_th
   void set_group(c10::intrusive_ptr<c10d::ProcessGroup> group, bool average, bool names_compared);
   // The program's optimizer runs within backward: a .grad that it has set to None stays None.
   void set_optimizer_in_backward();
+  // In an elastic job that has new members: as these, with buckets that are not ordered yet. `step`: the last one of
+  // the others. Residuals stay.
+  void begin_again(int64_t step);
   // In an elastic job: called at the end of each backward whose step counts, when .grad has the means. Without the
   // lock.
   void when_counted(std::function<void()> call) { when_counted_ = std::move(call); }

@@ -61,6 +61,8 @@ class StepTimes {
   // A step sends the plan's kept buckets, and then single late ones.
   void count_kept(const BucketPlan& plan);
   void count_bucket(const BucketPlan& plan, std::size_t bucket);
+  // So many steps are behind this one, some by other ranks maybe.
+  void go_on_from(int64_t step) { stats_.steps = step; }
   const ReducerStats& stats() const { return stats_; }
 
  private:
@@ -147,6 +149,7 @@ class StepReport {
   std::vector<BucketRow> bucket_rows() const;
   // A step sends the plan's kept buckets, and then single late ones.
   void count_kept() { times_.count_kept(plan_.buckets); }
+  void go_on_from(int64_t step) { times_.go_on_from(step); }
   void count_bucket(std::size_t bucket) { times_.count_bucket(plan_.buckets, bucket); }
 
   int note_forward();

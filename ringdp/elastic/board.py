@@ -1,0 +1,197 @@
+"""The keys in the job's store by which newcomers and members find each other.
+
+A newcomer hands in a ticket, and shows by a count that goes on that it lives. The lowest member proposes a world: the
+present members and newcomers, who then connect to each other while the members train on. The members decide in a unit
+whether they go on in it (`ElasticGroup::go_on_in`), and tell the newcomers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ringdp import config
+from ringdp.job import elastic
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """What a newcomer says of itself.
+
+    Attributes:
+        host, pid: where it runs.
+        version: of ringdp.
+        model: by parameter and buffer, its name, shape and dtype.
+        parts: the names of what its Job was given.
+        settings: of its RingDP, by argument.
+    """
+
+    host: str
+    pid: int
+    version: str
+    model: list[str]
+    parts: list[str]
+    settings: dict[str, str]
+
+    @property
+    def who(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+    def difference(self, mine: Ticket) -> str | None:
+        """Why it cannot join a rank that would have said `mine`."""
+        if self.version != mine.version:
+            return f"it has ringdp {self.version}, the job {mine.version}"
+        for its, ours in zip([*self.model, "no more"], [*mine.model, "no more"], strict=False):
+            if its != ours:
+                return f"its model has {its}, the job's has {ours}"
+        if self.parts != mine.parts:
+            return f"its Job has {', '.join(self.parts)}, the job's has {', '.join(mine.parts)}"
+        for name in sorted(self.settings.keys() | mine.settings.keys()):
+            its, ours = self.settings.get(name, "its default"), mine.settings.get(name, "its default")
+            if its != ours:
+                return f"its RingDP has {name} {its}, the job's has {ours}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A proposal.
+
+    Attributes:
+        number: it is the latest one with the highest.
+        view: of the members that it names.
+        tickets: of the newcomers.
+        places: by rank in it, the numbers that ranks have for good: the members' in their order, then newcomers'.
+    """
+
+    number: int
+    view: int
+    tickets: list[int]
+    places: list[int]
+
+    @property
+    def name(self) -> str:
+        return f"world {self.number}"
+
+    @property
+    def members(self) -> int:
+        return len(self.places) - len(self.tickets)
+
+
+class Board:
+    """The keys of one start of the job. Each has a connection of its own; used by one thread at a time."""
+
+    def __init__(self, origin: elastic.Origin) -> None:
+        self.store: Store = origin.keys()
+
+    def find(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    # Newcomers.
+
+    def hand_in(self, ticket: Ticket) -> int:
+        number = self.store.add("tickets", 1)
+        self.store.set(f"ticket/{number}", json.dumps(dataclasses.asdict(ticket)))
+        return number
+
+    def show_life(self, ticket: int) -> None:
+        self.store.add(f"alive/{ticket}", 1)
+
+    def refusal(self, ticket: int) -> str | None:
+        return self.find(f"refused/{ticket}")
+
+    def entry(self, world: World) -> tuple[int, int] | None:
+        """The view in which the members go on in this world, and the units that they had left; None: not yet."""
+        text = self.find(f"world/{world.number}/entry")
+        if text is None:
+            return None
+        view, left = map(int, text.split())
+        return view, left
+
+    def over(self) -> bool:
+        """The training has ended."""
+        return self.store.check(["over"])
+
+    # Members.
+
+    def handed_in(self) -> int:
+        """The number of the last ticket; some may not be there yet."""
+        return int(self.store.add("tickets", 0))
+
+    def ticket(self, number: int) -> Ticket | None:
+        text = self.find(f"ticket/{number}")
+        return None if text is None else Ticket(**json.loads(text))
+
+    def life(self, ticket: int) -> int:
+        return int(self.store.add(f"alive/{ticket}", 0))
+
+    def refuse(self, ticket: int, reason: str) -> None:
+        self.store.set(f"refused/{ticket}", reason)
+
+    def propose(self, view: int, tickets: list[int], places: list[int]) -> World:
+        world = World(self.store.add("worlds/made", 1), view, tickets, places)
+        self.store.set(f"world/{world.number}", json.dumps(dataclasses.asdict(world)))
+        self.store.set("worlds/latest", str(world.number))
+        return world
+
+    def give_up(self, world: World) -> None:
+        """A member or newcomer could not connect to the others."""
+        self.store.set(f"world/{world.number}/failed", "")
+
+    def given_up(self, world: World) -> bool:
+        return self.store.check([f"world/{world.number}/failed"])
+
+    def enter(self, world: World, view: int, left: int) -> None:
+        self.store.set(f"world/{world.number}/entry", f"{view} {left}")
+
+    def end(self) -> None:
+        self.store.set("over", "")
+
+    # Both.
+
+    def latest(self) -> World | None:
+        number = self.find("worlds/latest")
+        text = None if number is None else self.find(f"world/{number}")
+        return None if text is None else World(**json.loads(text))
+
+
+class Met:
+    """The connections of this process to the others of a world. Blocks for as long as one of them is missing.
+
+    Raises:
+        RingError: one of them did not come within `timeout_s`, or could not be reached.
+    """
+
+    def __init__(self, board: Board, world: World, rank: int, start: int, timeout_s: float) -> None:
+        from ringdp import _C
+
+        settings = dataclasses.replace(config.RingConfig.from_environment(), epoch=start)
+        size = len(world.places)
+        settings = dataclasses.replace(settings, full_mesh_ranks=max(settings.full_mesh_ranks, size))
+        self._board, self._world, self._config = board, world, settings.as_dict()
+        self._pending = _C.PendingMesh(
+            store=PrefixStore(world.name, board.store),
+            rank=rank,
+            size=size,
+            hello="",
+            timeout=timedelta(seconds=timeout_s),
+            first_notice_s=timeout_s,
+            config=self._config,
+        )
+
+    def prepare(self, group: dist.ProcessGroup) -> None:
+        """From now on the group may go on over them."""
+        from ringdp import _C
+
+        _C.prepare_world(
+            process_group=group,
+            name=self._world.name,
+            pending=self._pending,
+            store=self._board.store,
+            places=self._world.places,
+            config=self._config,
+        )

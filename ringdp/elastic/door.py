@@ -1,0 +1,170 @@
+"""A member's part in letting newcomers in, beside the training: a thread that connects to them when one proposes it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ringdp.elastic.board import Board, Met, Ticket, World
+from ringdp.errors import RingError
+from ringdp.job import elastic
+
+_log = logging.getLogger("ringdp.elastic")
+LOOK_S = 0.05
+"""Between two looks at the board."""
+ALIVE_S = 2.0
+"""A newcomer whose count has not gone on for so long has died."""
+MEET_S = 5.0
+"""A newcomer has so long to connect."""
+
+
+class Door:
+    """Lets newcomers in on the part of one member. Invariant: while `held` is entered, the world of `ready` is the one
+    that the group is prepared for.
+
+    Args:
+        mine: what this rank would say of itself, with which tickets are compared.
+        most: ranks that the job may have; None: any number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mine: Callable[[], Ticket], most: int | None) -> None:
+        origin = elastic.origin()
+        assert origin is not None
+        self._group, self._mine, self._most, self._origin = group, mine, most, origin
+        self._board = Board(origin)  # the thread's
+        self._own = Board(origin)
+        self._held = threading.Lock()
+        self._ready: World | None = None
+        self._tried = 0  # the number of the last world that this rank has tried to meet
+        self._seen: dict[int, tuple[int, float]] = {}  # by ticket: its count, and when that went on
+        self._done: set[int] = set()  # tickets that were let in, refused, or whose process has died
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ringdp-door", daemon=True)
+
+    def open(self) -> None:
+        elastic.admit(self._board.store)
+        self._thread.start()
+
+    def close(self, *, over: bool) -> None:
+        """`over`: the training has ended."""
+        self._stop.set()
+        self._thread.join(MEET_S)
+        if over:
+            with contextlib.suppress(dist.DistNetworkError, RuntimeError):
+                self._own.end()
+
+    def held(self) -> threading.Lock:
+        """While it is entered, the group is prepared for no other world."""
+        return self._held
+
+    def ready(self) -> World | None:
+        """The world in which this rank can go on, if its members are the present ones."""
+        ready = self._ready
+        return ready if ready is not None and ready.view == elastic.view_of(self._group) else None
+
+    def entered(self, world: World, view: int, left: int) -> None:
+        """The members go on in it, as that view."""
+        self._own.enter(world, view, left)
+        self._ready = None
+        self._done.update(world.tickets)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                if self._group.rank() == 0:
+                    self._propose()
+                self._follow()
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                _log.debug("the door is shut: %s", error)
+                return
+            except Exception:
+                _log.exception("the door for newcomers is shut, and ranks that come find no way in")
+                return
+
+    def _propose(self) -> None:
+        waiting = self._waiting()
+        latest = self._board.latest()
+        view, places = elastic.view_of(self._group), list(elastic.places(self._group))
+        if latest is not None and latest.view == view and not self._board.given_up(latest):
+            if all(ticket in waiting for ticket in latest.tickets):
+                return  # it is under way
+        if self._most is not None:
+            waiting = waiting[: max(self._most - len(places), 0)]
+        if waiting:
+            # A number for good: those of the start come first, and tickets are counted over the whole job.
+            new = [self._origin.size - 1 + ticket for ticket in waiting]
+            self._board.propose(view, waiting, places + new)
+
+    def _waiting(self) -> list[int]:
+        """The tickets of processes that live and fit, in their order."""
+        now_s = time.monotonic()
+        waiting = []
+        for ticket in range(1, self._board.handed_in() + 1):
+            if ticket in self._done or (said := self._board.ticket(ticket)) is None:
+                continue
+            count, since_s = self._seen.get(ticket, (-1, now_s))
+            if (life := self._board.life(ticket)) != count:
+                self._seen[ticket] = (life, now_s)
+            elif now_s - since_s > ALIVE_S:
+                self._done.add(ticket)
+                continue
+            if (difference := said.difference(self._mine())) is not None:
+                self._board.refuse(ticket, difference)
+                self._done.add(ticket)
+                _log.warning("%s cannot join: %s", said.who, difference)
+                continue
+            if self._origin.size - 1 + ticket in elastic.places(self._group):
+                self._done.add(ticket)
+                continue
+            waiting.append(ticket)
+        return waiting
+
+    def _follow(self) -> None:
+        latest = self._board.latest()
+        if latest is None or latest.number <= self._tried or latest.view != elastic.view_of(self._group):
+            return
+        place = elastic.places(self._group)[self._group.rank()]
+        if place not in latest.places[: latest.members]:
+            return
+        self._tried = latest.number
+        try:
+            met = Met(self._board, latest, latest.places.index(place), self._origin.start, MEET_S)
+        except RingError as error:
+            _log.debug("%s was not met: %s", latest.name, error)
+            self._board.give_up(latest)
+            return
+        with self._held:
+            met.prepare(self._group)
+            self._ready = latest
+
+
+class Alive:
+    """A newcomer's count, which goes on while its process lives."""
+
+    def __init__(self, origin: elastic.Origin, ticket: int) -> None:
+        self._board, self._ticket = Board(origin), ticket
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ringdp-alive", daemon=True)
+
+    def __enter__(self) -> Alive:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+            while True:
+                self._board.show_life(self._ticket)
+                if self._stop.wait(ALIVE_S / 8):
+                    return

@@ -1,0 +1,561 @@
+"""A training whose ranks may come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ringdp import __version__, values
+from ringdp.data.sampler import BalancedSampler
+from ringdp.data.settings import Limits
+from ringdp.ddp.compression.choice import GradientCompression
+from ringdp.ddp.wrapper import RingDP
+from ringdp.elastic import transfer
+from ringdp.elastic.board import Board, Met, Ticket, World
+from ringdp.elastic.door import LOOK_S, MEET_S, Alive, Door
+from ringdp.elastic.loader import Loader
+from ringdp.errors import ExpelledError, HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingError
+from ringdp.job import backend, elastic
+from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.text import number_of_ranks, ranks_by_number
+
+_log = logging.getLogger("ringdp.elastic")
+_SHARE = 0.005  # of the training's time that questions for newcomers may take
+_ENTRY_PAUSE_S = 0.001
+_FIRST_NOTICE_S = 10.0
+_MOST_STEPS = 1000  # between two questions
+_REASON_BYTES = 200
+_ANSWER = struct.Struct("<q?dd")
+_LONGEST_WAIT_S = 600.0  # for newcomers, where there are too few ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """Of one rank to the question for newcomers.
+
+    Attributes:
+        world: the number of the one that it has met; 0: none.
+        leaves: it wants to leave.
+        cost_s: what the last question has cost.
+        step_s: a step takes.
+    """
+
+    world: int
+    leaves: bool
+    cost_s: float
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The members have changed; the same on all ranks but for `seconds`.
+
+    Attributes:
+        step: the last one before it.
+        before, now: how many ranks there were, and are.
+        lost: those that died, by the number that each rank has for good: its rank at the start of the job, or the next
+            number that was free when it came.
+        left, joined: those that left by themselves, and that came.
+        seconds: for which this rank waited; 0 for lost ranks, which the step itself has replaced.
+    """
+
+    step: int
+    before: int
+    now: int
+    lost: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+class Job:
+    """The parts that make up the state of a training, and the place in it where ranks may come and go.
+
+        job = ringdp.elastic.Job(model, optimizer, scheduler)
+        loader = job.loader(dataset, global_batch=256)
+        for epoch in job.epochs(10):
+            for x, y in loader:
+                ...
+
+    Under ``ringrun --elastic`` a newcomer (a process that replaces one that died, or of a host that comes) builds the
+    same objects, and gets their state when it first iterates over `epochs` or a loader: from all other ranks at once,
+    between two of their steps. In any other job nobody comes, and the same script runs.
+
+    Args:
+        *parts: a RingDP, and all other objects with `state_dict` and `load_state_dict` that a newcomer needs: the
+            optimizer, a scheduler, a scaler, averaged weights.
+        min_ranks: with fewer ranks the others wait for newcomers, before their next batch.
+        max_ranks: nobody is let in beyond so many; None: no limit.
+
+    Raises:
+        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the RingDP averages
+            over some of the ranks, and the job is elastic.
+    """
+
+    def __init__(self, *parts: Any, min_ranks: int = 1, max_ranks: int | None = None) -> None:
+        who = "ringdp.elastic.Job"
+        models = [part for part in parts if isinstance(part, RingDP)]
+        if len(models) != 1:
+            raise InvalidArgumentError(f"{who} needs one RingDP among its parts, not {len(models)}")
+        for part in parts:
+            if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+                raise InvalidArgumentError(
+                    f"{who}: a {type(part).__name__} has no state_dict and load_state_dict: a newcomer could not get it"
+                )
+        values.whole(who, "min_ranks", min_ranks, 1)
+        if max_ranks is not None:
+            values.whole(who, "max_ranks", max_ranks, min_ranks)
+        self.model: RingDP = models[0]
+        self._min_ranks = min_ranks
+        self._parts = _named(parts)
+        self._loaders: list[Loader] = []
+        self._callbacks: list[Callable[[Change], Any]] = []
+        self._audit: Any = None
+        self._epoch = 0
+        self.changes = 0  # of the members that loaders follow, so far
+        self._until_question = 0
+        self._asked = (0, time.monotonic(), 0.0)  # the step of the last question, when it was, and its seconds
+        self._leaving: str | None = None
+        self._over = False
+        group = self.model.process_group
+        self._group = group
+        self._door: Door | None = None
+        self._members: tuple[int, ...] = ()
+        self._place = 0
+        if not elastic.is_elastic(group):
+            return
+        if group is not dist.group.WORLD:
+            raise InvalidArgumentError(f"{who}: its RingDP averages over a group of some ranks, which nobody can join")
+        self._members = elastic.places(group)
+        self._place = self._members[group.rank()]
+        self._take_signals()
+        origin = elastic.origin()
+        if origin is not None:
+            self._door = Door(group, self._ticket, max_ranks)
+            if not origin.outside:
+                self._door.open()
+
+    # What scripts use.
+
+    def loader(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        balance: str | Sequence[float] = "equal",
+        limits: Limits | None = None,
+        cost: Callable[[int], float] | None = None,
+        **arguments: Any,
+    ) -> Loader:
+        """A DataLoader whose global batches are split over the ranks that there are.
+
+        Each sample of an epoch is in exactly one step that counts, or a line of the log says how many are in none. The
+        batches of an epoch are the same for any number of ranks; give RingDP ``weight="samples"`` where the ranks'
+        parts may be unequal.
+
+        Args:
+            dataset, global_batch, seed, shuffle, drop_last, balance, limits, cost: of `ringdp.data.BalancedSampler`.
+            **arguments: of torch's DataLoader (num_workers, collate_fn, pin_memory, …).
+
+        Raises:
+            InvalidArgumentError: arguments that cannot be used, also those of DataLoader that choose batches.
+        """
+        for name in ("batch_size", "sampler", "batch_sampler"):
+            if name in arguments:
+                raise InvalidArgumentError(f"Job.loader: {name} is what global_batch and the ranks decide; leave it out")
+
+        def sampler() -> BalancedSampler:
+            return BalancedSampler(
+                dataset,
+                global_batch,
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+                balance=balance,
+                limits=limits,
+                cost=cost,
+                group=self._group,
+            )
+
+        made = Loader(self, dataset, sampler, arguments)
+        self._loaders.append(made)
+        return made
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the job is to `count`: 0 to count - 1 in a job that begins.
+
+        Raises:
+            InvalidArgumentError: not a whole number.
+        """
+        values.whole("Job.epochs", "count", count, 0)
+        self.enter()
+        while self._epoch < count:
+            yield self._epoch
+            self._epoch += 1
+        if self._door is not None and not self._over:
+            self._over = True
+            self._door.close(over=True)
+
+    def on_change(self, call: Callable[[Change], Any]) -> Callable[[Change], Any]:
+        """Call `call(change)` on all ranks after the members have changed, before the next batch; a decorator."""
+        self._callbacks.append(call)
+        return call
+
+    def leave(self, why: str = "job.leave()") -> None:
+        """Leave before the next batch, without a loss: this rank hands on what its error feedback owes, and its process
+        ends with exit code 0. Any thread, and signal handlers."""
+        self._leaving = why
+
+    def audit(self, path: str | os.PathLike[str]) -> None:
+        """From now on append a line of JSON to this file for each batch that a rank gets of a loader: step, view, place
+        of the rank, epoch, position and samples. Each rank needs a path of its own."""
+        self._audit = open(Path(path), "a", buffering=1)  # noqa: SIM115  # for the life of the job
+
+    @property
+    def step(self) -> int:
+        """The steps that the job has made."""
+        return int(self.model.reducer.report.steps())
+
+    # What loaders use.
+
+    def enter(self) -> None:
+        """A newcomer becomes a member. Blocks until the others let it in."""
+        origin = elastic.origin()
+        if origin is None or not origin.outside or self._door is None:
+            return
+        self._join(origin, self._door)
+
+    def before_step(self) -> None:
+        """Before each batch, on all ranks: let newcomers in, and those that want to leave out."""
+        if self._door is None or self._over:
+            return
+        self._note_losses()
+        self._until_question -= 1
+        if self._until_question > 0 and self._group.size() >= self._min_ranks:
+            return
+        began = time.monotonic()
+        self._question(self._door)
+        notice_s = began + _FIRST_NOTICE_S
+        while self._group.size() < self._min_ranks:
+            if time.monotonic() > notice_s:
+                _log.warning("%s of %d: waits for newcomers", number_of_ranks(self._group.size()), self._min_ranks)
+                notice_s += 2 * (notice_s - began)
+            if time.monotonic() - began > _LONGEST_WAIT_S:
+                raise InvalidStateError(
+                    f"{number_of_ranks(self._group.size())} are left, and min_ranks={self._min_ranks}: nobody has come"
+                    f" for {_LONGEST_WAIT_S:g} s"
+                )
+            time.sleep(LOOK_S)
+            self._question(self._door)
+
+    # Members.
+
+    def _question(self, door: Door) -> None:
+        """All ranks learn which of them want to leave, and whether all have met newcomers."""
+        with door.held():
+            began_s = time.monotonic()
+            step, asked_s, cost_s = self._asked
+            step_s = (began_s - asked_s) / max(self.step - step, 1)
+            world: World | None = None
+            view = 0
+
+            def ask() -> list[_Answer]:
+                nonlocal world, view
+                view = elastic.view_of(self._group)
+                busy = self.model.reducer.has_unaveraged()  # ranks have gradients that newcomers have not
+                world = None if busy else door.ready()
+                leaves = self._leaving is not None and not busy
+                mine = _Answer(0 if world is None else world.number, leaves, cost_s, step_s)
+                return [_Answer(*_ANSWER.unpack(one)) for one in self._gather(mine)]
+
+            answers = elastic.as_unit(self._group, "the question for newcomers", ask)
+            self._asked = (self.step, began_s, time.monotonic() - began_s)
+            least_cost_s = min(one.cost_s for one in answers)  # of the others a part is that they wait for that rank
+            least_step_s = max(min(one.step_s for one in answers), 1e-6)
+            self._until_question = min(int(least_cost_s / (_SHARE * least_step_s)) + 1, _MOST_STEPS)
+            self._note_losses()
+            leaving = [rank for rank, one in enumerate(answers) if one.leaves]
+            if leaving:
+                return self._go_on_without(leaving, view, began_s)
+            if world is not None and all(one.world == world.number for one in answers):
+                self._go_on_in(world, door, began_s)
+
+    def _gather(self, mine: _Answer) -> list[bytes]:
+        return all_gather_bytes(_ANSWER.pack(*dataclasses.astuple(mine)), self._group, room=_ANSWER.size)
+
+    def _go_on_in(self, world: World, door: Door, began_s: float) -> None:
+        from ringdp import _C
+
+        compression = self._compression()
+        before = world.members
+        if not _C.go_on_in(self._group, world.name, world.view):
+            return self._note_losses()
+        door.entered(world, world.view + 1, _C.units_left(self._group))
+        self._members = tuple(world.places)
+        self._welcome(world, compression)
+        self._changed(before, (), tuple(world.places[world.members :]), began_s)
+
+    def _go_on_without(self, leaving: Sequence[int], view: int, began_s: float) -> None:
+        from ringdp import _C
+
+        places = elastic.places(self._group, view)
+        left = tuple(places[one] for one in leaving)
+        leaves = self._place in left
+
+        def farewell() -> list[str]:
+            mine = (self._leaving or "").encode()[:_REASON_BYTES]
+            return [one.decode(errors="replace") for one in all_gather_bytes(mine, self._group, room=_REASON_BYTES)]
+
+        try:
+            reasons = elastic.as_unit(self._group, "the reasons of ranks that leave", farewell)
+            compression = self._compression()
+        except ExpelledError:
+            if not leaves:
+                raise
+            self._end(alone=False)
+        if leaves and set(elastic.places(self._group)) == set(places):
+            self._end(alone=len(left) == len(places))
+        cause = ", ".join(dict.fromkeys(one for one in reasons if one)) or "it left"
+        if not _C.go_on_without(self._group, list(leaving), view, cause):
+            return self._note_losses()  # another rank was lost, and they ask again
+        self._members = elastic.places(self._group)
+        state = self._positions()
+        self._begin_again(state, self.step, compression)
+        self._changed(len(places), left, (), began_s)
+
+    def _end(self, *, alone: bool) -> NoReturn:
+        """Of this process, which has left. `alone`: nobody goes on."""
+        self._over = True
+        if self._door is not None:
+            self._door.close(over=alone)
+        _log.info("left after step %d: %s", self.step, self._leaving)
+        backend.say_farewell("it left")
+        raise SystemExit(0)
+
+    def _compression(self) -> dict[str, Any] | None:
+        """What all ranks' error feedback owes together, and the rest of the state of compression."""
+        if self.model.ringdp_features[GradientCompression].model is not None:
+            return self.model.compression_state_dict(consolidated=True)
+        return None
+
+    def _positions(self) -> list[dict[str, Any]]:
+        return [loader.sampler.state_dict() for loader in self._loaders]
+
+    def _welcome(self, world: World, compression: dict[str, Any] | None) -> None:
+        """All ranks, newcomers among them: the state for these."""
+        group, origin = self._group, elastic.origin()
+        new_places = set(world.places[world.members :])
+        outside = origin is not None and origin.outside
+        mine: dict[str, Any] | None = None
+        if not outside:
+            mine = {name: part.state_dict() for name, part in self._parts.items()}
+            mine |= {
+                "ringdp": {
+                    "step": self.step,
+                    "epoch": self._epoch,
+                    "positions": self._positions(),
+                    "compression": compression,
+                    "numbers": _collective_numbers(),
+                }
+            }
+        into = {}
+        for name, part in self._parts.items() if outside else ():
+            if isinstance(part, torch.nn.Module):
+                into |= {f"{name}/{key}": value for key, value in part.state_dict().items()}
+
+        def body() -> dict[str, Any]:
+            places = elastic.places(group)
+            newcomers = [rank for rank, place in enumerate(places) if place in new_places]
+            if not newcomers:
+                assert mine is not None
+                return mine
+            return transfer.send(mine, group, newcomers, into=into)
+
+        state = elastic.as_unit(group, "the state for newcomers", body)
+        if outside:
+            for name, part in self._parts.items():
+                part.load_state_dict(state[name])
+        own = state["ringdp"]
+        self._epoch = own["epoch"]
+        _set_collective_numbers(own["numbers"])
+        elastic.joined()
+        self._begin_again(own["positions"], own["step"], own["compression"])
+
+    def _begin_again(
+        self, positions: Sequence[Mapping[str, Any]], step: int, compression: Mapping[str, Any] | None
+    ) -> None:
+        self.model.members_joined(step)
+        if compression is not None:
+            self.model.load_compression_state_dict(compression)
+        for loader, position in zip(self._loaders, positions, strict=True):
+            loader.members_changed(position)
+        self.changes += 1
+        self._until_question = 1  # the same on all ranks
+        self._asked = (self.step, time.monotonic(), 0.0)
+
+    def _note_losses(self) -> None:
+        members = elastic.places(self._group)
+        lost = tuple(place for place in self._members if place not in members)
+        if not lost:
+            return
+        before, self._members = len(self._members), members
+        self._call(Change(self.step, before, len(members), lost=lost))
+
+    def _changed(self, before: int, left: tuple[int, ...], joined: tuple[int, ...], began_s: float) -> None:
+        seconds = time.monotonic() - began_s
+        members = elastic.places(self._group)
+        lost = tuple(place for place in self._members if place not in members)
+        self._members = members
+        change = Change(self.step, before, len(members), lost, left, joined, seconds)
+        if joined and self._group.rank() == 0:
+            here = [place for place in joined if place in members]
+            _log.warning(
+                "step %d: %s joined: %d ranks go on as view %d; %.3f s",
+                self.step,
+                ranks_by_number(here) if here else "nobody",
+                len(members),
+                elastic.view_of(self._group),
+                seconds,
+            )
+        self._call(change)
+
+    def _call(self, change: Change) -> None:
+        for call in self._callbacks:
+            call(change)
+
+    # Newcomers.
+
+    def _ticket(self) -> Ticket:
+        module = self.model.module
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return Ticket(
+            socket.gethostname(),
+            os.getpid(),
+            __version__,
+            [f"{name} {tuple(one.shape)} of {one.dtype}" for name, one in tensors.items()],
+            [*self._parts, *(f"loader of {len(one.sampler)} batches" for one in self._loaders)],
+            self.model.ringdp_features.settings()
+            | {"compression": str(self.model.ringdp_features[GradientCompression].chosen)},
+        )
+
+    def _join(self, origin: elastic.Origin, door: Door) -> None:
+        where = Board(origin)
+        try:
+            ticket = where.hand_in(self._ticket())
+            with Alive(origin, ticket):
+                world = self._wait_for_entry(where, ticket, origin)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise HandshakeError(f"the job ended before this process could join it: {error}") from error
+        if world is None:
+            _log.warning("the training ended before this process could join it")
+            raise SystemExit(0)
+        self._members = tuple(world.places)
+        self._place = origin.size - 1 + ticket
+        self._welcome(world, None)
+        door.open()
+        _log.warning(
+            "joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1
+        )
+
+    def _wait_for_entry(self, where: Board, ticket: int, origin: elastic.Origin) -> World | None:
+        from ringdp import _C
+
+        tried = 0
+        notice_s = _FIRST_NOTICE_S
+        began_s = time.monotonic()
+        while not where.over():
+            if self._leaving is not None:
+                raise SystemExit(0)
+            if (reason := where.refusal(ticket)) is not None:
+                raise MismatchError(f"the running job does not let this process in: {reason}")
+            world = where.latest()
+            if world is None or world.number <= tried or ticket not in world.tickets:
+                if time.monotonic() - began_s > notice_s:
+                    _log.warning("waits to be let into the running job, at the beginning of a step")
+                    notice_s *= 2
+                time.sleep(LOOK_S / 2)
+                continue
+            tried = world.number
+            place = origin.size - 1 + ticket
+            try:
+                Met(where, world, world.places.index(place), origin.start, MEET_S).prepare(self._group)
+            except RingError as error:
+                _log.debug("%s was not met: %s", world.name, error)
+                where.give_up(world)
+                continue
+            while True:
+                if (entry := where.entry(world)) is not None:
+                    _C.enter_world(self._group, *entry)
+                    return world
+                latest = where.latest()
+                if where.over() or latest is None or latest.number > world.number:
+                    break
+                time.sleep(_ENTRY_PAUSE_S)
+        return None
+
+    def _take_signals(self) -> None:
+        """SIGTERM: this rank leaves; a second one ends the process as it would have."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGTERM)
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            if self._leaving is None and not self._over:
+                self.leave("SIGTERM")
+                return
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, leave)
+
+    def note_batch(self, epoch: int, batch: int, samples: Sequence[int]) -> None:
+        """This rank has been given this batch of a loader."""
+        if self._audit is None:
+            return
+        line = {"step": self.step + 1, "view": elastic.view_of(self._group), "place": self._place, "epoch": epoch}
+        self._audit.write(json.dumps(line | {"batch": batch, "samples": list(samples)}) + "\n")
+
+
+def _named(parts: Sequence[Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for part in parts:
+        name = base = type(part).__name__
+        number = 1
+        while name in named:
+            number += 1
+            name = f"{base} {number}"
+        named[name] = part
+    return named
+
+
+def _collective_numbers() -> dict[str, int]:
+    """What torch counts, and names new groups by."""
+    torchs: Any = dist.distributed_c10d
+    return {"groups": int(torchs._world.group_count)}
+
+
+def _set_collective_numbers(numbers: Mapping[str, int]) -> None:
+    torchs: Any = dist.distributed_c10d
+    torchs._world.group_count = max(int(torchs._world.group_count), numbers["groups"])
+
+
+__all__ = ["Change", "Job"]

@@ -1,0 +1,78 @@
+"""A DataLoader whose batches follow the ranks that come and go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from ringdp.data.sampler import BalancedSampler
+
+if TYPE_CHECKING:
+    from ringdp.elastic.job import Job
+
+
+class _Noted(Sampler[list[int]]):
+    """A sampler whose batches are kept until the loader gives them."""
+
+    def __init__(self, sampler: BalancedSampler) -> None:
+        self._sampler = sampler
+        self.samples: deque[list[int]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._sampler:
+            self.samples.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class Loader:
+    """What `Job.loader` returns: each pass is an epoch, or the rest of one. Ranks come and go before a batch.
+
+    Attributes:
+        sampler: of the present members.
+    """
+
+    def __init__(self, job: Job, dataset: Any, sampler: Callable[[], BalancedSampler], arguments: Mapping[str, Any]):
+        self._job, self._dataset, self._make, self._arguments = job, dataset, sampler, dict(arguments)
+        self._make_sampler(None)
+
+    def _make_sampler(self, state: Mapping[str, Any] | None) -> None:
+        self.sampler = self._make()
+        self.sampler.watch(self._job.model)
+        if state is not None:
+            self.sampler.load_state_dict(state)
+
+    def members_changed(self, state: Mapping[str, Any]) -> None:
+        """All ranks go on with the samples from here."""
+        self.sampler.unwatch()
+        self._make_sampler(state)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._job.enter()
+        epoch = self.sampler.state_dict()["epoch"]
+        while True:
+            views, start = self._job.changes, self.sampler.state_dict()["position"]
+            drawn = _Noted(self.sampler)
+            batches = iter(DataLoader(self._dataset, batch_sampler=drawn, **self._arguments))
+            while True:
+                self._job.before_step()
+                if self._job.changes != views:
+                    break
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                self._job.note_batch(epoch, start, drawn.samples.popleft())
+                start += 1
+                yield batch
+            if self.sampler.state_dict()["epoch"] != epoch:  # all of it was done when they changed
+                return

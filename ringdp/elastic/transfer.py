@@ -1,0 +1,184 @@
+"""The state of the training on its way to newcomers: from all members at once, over the connections of training.
+
+The lowest member says which tensors there are, and their hashes; each member sends a part of the bytes. What is not a
+tensor (numbers, names, the place in the data) comes from the lowest member in the same message, without pickle's power
+to run code.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ringdp.errors import MismatchError
+from ringdp.job.byte_collectives import all_gather_bytes, broadcast_bytes
+
+_log = logging.getLogger("ringdp.elastic")
+_SMALL = 1 << 16  # bytes; tensors below travel together
+_TAG = 7001
+
+
+_MARK = "ringdp: tensor"
+
+
+def send(
+    state: Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    newcomers: Sequence[int],
+    *,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """All ranks call it, as a unit's body. Returns the state of the members, on a newcomer from these.
+
+    Args:
+        state: nested dicts and lists of tensors and plain values, the same on all members; None on a newcomer.
+        newcomers: their ranks; all others are members, the lowest of which is rank 0.
+        into: on a newcomer, tensors that receive the values in place, by "part/name" of the state's keys.
+
+    Raises:
+        MismatchError: a tensor has not the bits that the lowest member has; names it and the member that sent it. On
+            all ranks.
+    """
+    rank, members = group.rank(), group.size() - len(newcomers)
+    new = rank in newcomers
+    tensors: list[Tensor] = []
+    names: list[str] = []
+    described = None
+    if not new:
+        assert state is not None
+        for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
+            if isinstance(leaf, Tensor):
+                names.append("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))
+                tensors.append(leaf.detach())
+    if rank == 0:
+        described = _describe(state, tensors, names)
+    content = _read(bytes(broadcast_bytes(described, 0, group)))
+    if new:
+        tensors = [
+            _place_for(name, shape, dtype, into or {})
+            for name, shape, dtype in zip(content["names"], content["shapes"], content["dtypes"], strict=True)
+        ]
+        names = content["names"]
+    flat = [tensor if tensor.is_contiguous() and tensor.is_cpu else tensor.cpu().contiguous() for tensor in tensors]
+    works = []
+    received: list[tuple[Tensor, list[Tensor]]] = []
+    for donor in range(members):
+        for piece in _pieces(flat, donor, members):
+            together = len(piece) > 1
+            if not new and rank == donor:
+                data = torch.cat(piece) if together else piece[0]
+                works += [group.send([data], one, _TAG) for one in newcomers]
+            elif new:
+                data = torch.empty(sum(map(len, piece)), dtype=torch.uint8, device="cpu") if together else piece[0]
+                works.append(group.recv([data], donor, _TAG))
+                if together:
+                    received.append((data, piece))
+    hashes = _hashes(flat) if rank == 0 else b""
+    for work in works:
+        work.wait()
+    for data, piece in received:
+        for part, of in zip(piece, data.split([len(one) for one in piece]), strict=True):
+            part.copy_(of)
+    _compare(bytes(broadcast_bytes(hashes, 0, group)), flat, names, members, group, new=new)
+    if not new:
+        assert state is not None
+        return dict(state)
+    with torch.no_grad():
+        for tensor, on_host in zip(tensors, flat, strict=True):
+            if tensor is not on_host:
+                tensor.copy_(on_host)
+    result: dict[str, Any] = _filled(content["state"], tensors)
+    return result
+
+
+def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
+    """With its tensors in the places of their marks."""
+    if isinstance(part, dict):
+        if part.keys() == {_MARK}:
+            return tensors[part[_MARK]]
+        for key, value in part.items():
+            part[key] = _filled(value, tensors)
+        return part
+    if type(part) in (list, tuple):
+        return type(part)(_filled(one, tensors) for one in part)
+    return part
+
+
+def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str]) -> bytes:
+    numbers = iter(range(len(tensors)))
+    content = {
+        "state": pytree.tree_map(lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)),
+        "names": list(names),
+        "shapes": [list(one.shape) for one in tensors],
+        "dtypes": [one.dtype for one in tensors],
+    }
+    out = io.BytesIO()
+    torch.save(content, out)
+    return out.getvalue()
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    return content
+
+
+def _place_for(name: str, shape: Sequence[int], dtype: torch.dtype, into: Mapping[str, Tensor]) -> Tensor:
+    mine = into.get(name)
+    if mine is not None and list(mine.shape) == list(shape) and mine.dtype == dtype:
+        return mine.detach()
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _pieces(tensors: Sequence[Tensor], donor: int, donors: int) -> Iterator[list[Tensor]]:
+    """The bytes that this donor sends, the same on all ranks: its part of each large tensor, and its share of the
+    others, together."""
+    small: list[Tensor] = []
+    for number, tensor in enumerate(tensors):
+        data = _bytes(tensor)
+        if len(data) < _SMALL:
+            if number % donors == donor and len(data):
+                small.append(data)
+            continue
+        begin, end = len(data) * donor // donors, len(data) * (donor + 1) // donors
+        yield [data[begin:end]]
+    if small:
+        yield small
+
+
+def _hashes(tensors: Sequence[Tensor]) -> bytes:
+    from ringdp import _C
+
+    each = _C.ReplicaHash(list(tensors)).each() if tensors else []
+    return b"".join((one & (2**64 - 1)).to_bytes(8, "little") for one in each)
+
+
+def _compare(
+    expected: bytes, tensors: Sequence[Tensor], names: Sequence[str], members: int, group: dist.ProcessGroup, *, new: bool
+) -> None:
+    wrong = ""
+    if new and (mine := _hashes(tensors)) != expected:
+        at = next(i for i in range(len(names)) if mine[8 * i : 8 * i + 8] != expected[8 * i : 8 * i + 8])
+        sent = f"rank {at % members}" if tensors[at].nbytes < _SMALL else f"ranks 0 to {members - 1}"
+        wrong = f"{names[at]} has other values than on rank 0; {sent} sent it"
+    for rank, words in enumerate(all_gather_bytes(wrong.encode()[:500], group, room=500)):
+        if not words:
+            continue
+        if rank == group.rank():
+            raise MismatchError(
+                f"the state that rank {rank} got is not that of rank 0: {words.decode(errors='replace')}. The replicas"
+                " of the job differ, or a connection changed bytes (RINGDP_CHECKSUM=1 tells)",
+                peer=rank,
+            )
+        _log.error("the state that rank %d got is not that of rank 0: %s", rank, words.decode(errors="replace"))
+

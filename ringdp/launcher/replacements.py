@@ -1,0 +1,125 @@
+"""Processes in the place of ranks that have died, in a job whose script lets newcomers in (`ringdp.elastic.Job`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+from ringdp.config import ADMITS_MARK, MEMBER_MARK
+from ringdp.launcher.logs import RankLogs
+
+PERIOD_S = 600.0
+SAME_S = 60.0
+"""A replacement that ends in the same way so soon after its start is the last one of its rank."""
+
+
+@dataclasses.dataclass
+class _Slot:
+    """One local rank. `began_s`: of its last replacement; `due_s`: of the next one; None: none is to come."""
+
+    began_s: float | None = None
+    code: int | None = None
+    due_s: float | None = None
+    count: int = 0
+
+
+class Replacements:
+    """Of the ranks of this host. Used by the agent's loop alone.
+
+    Args:
+        most: replacements in ten minutes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._slots: dict[int, _Slot] = {}
+        self._started_s: deque[float] = deque()
+
+    def clear(self) -> None:
+        """All ranks are started again."""
+        self._slots.clear()
+
+    def replaced(self, local_rank: int) -> bool:
+        """The process of this rank is a replacement."""
+        return local_rank in self._slots and self._slots[local_rank].began_s is not None
+
+    def note_death(self, context: SubprocessContext, local_rank: int, code: int) -> str | None:
+        """A rank has died. Returns why nothing comes in its place; None: something does, or nothing can."""
+        if not any(_beside(context, one, ADMITS_MARK).exists() for one in context.subprocess_handlers):
+            return None
+        slot, now_s = self._slots.setdefault(local_rank, _Slot()), time.monotonic()
+        while self._started_s and now_s - self._started_s[0] > PERIOD_S:
+            self._started_s.popleft()
+        again = slot.began_s is not None and now_s - slot.began_s < SAME_S and slot.code == code
+        slot.code, slot.due_s = code, None
+        if self._most == 0:
+            return None
+        if again:
+            return f"its replacement has ended in the same way within {SAME_S:g} s, so it gets no other one"
+        if len(self._started_s) >= self._most:
+            return f"{self._most} ranks were replaced in {PERIOD_S / 60:g} minutes (--max-replacements), so it is not"
+        slot.due_s = now_s + (0.0 if slot.count == 0 else min(2.0 ** (slot.count - 1), 30.0))
+        return None
+
+    def start(self, context: SubprocessContext) -> dict[int, RankLogs]:
+        """Start what is due. Returns the logs of the new processes, by local rank."""
+        started = {}
+        for local_rank, slot in self._slots.items():
+            if slot.due_s is None or time.monotonic() < slot.due_s:
+                continue
+            slot.due_s, slot.began_s = None, time.monotonic()
+            slot.count += 1
+            self._started_s.append(slot.began_s)
+            started[local_rank] = _start(context, local_rank, slot.count)
+        return started
+
+    def outside(self, context: SubprocessContext, local_rank: int) -> bool:
+        """A replacement that is no member of the job yet."""
+        return self.replaced(local_rank) and not _beside(context, local_rank, MEMBER_MARK).exists()
+
+
+def _beside(context: SubprocessContext, local_rank: int, name: str) -> Path:
+    return Path(context.error_files[local_rank]).with_name(name)
+
+
+def _start(context: SubprocessContext, local_rank: int, number: int) -> RankLogs:
+    first = Path(context.envs[local_rank]["TORCHELASTIC_ERROR_FILE"]).parent
+    folder = first.with_name(f"{local_rank}-{number + 1}")
+    folder.mkdir(exist_ok=True)
+    host, port = context.envs[local_rank]["MASTER_ADDR"], context.envs[local_rank]["MASTER_PORT"]
+    logs = RankLogs(
+        rank=int(context.envs[local_rank]["RANK"]),
+        local_rank=local_rank,
+        stdout=str(folder / "stdout.log"),
+        stderr=str(folder / "stderr.log"),
+        error_file=str(folder / "error.json"),
+        report_file=str(folder / "report.json"),
+        terminals=(),
+        one_terminal=False,
+    )
+    environ = context.envs[local_rank] | {
+        "RINGDP_JOIN": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "TORCHELASTIC_ERROR_FILE": logs.error_file,
+        "RINGDP_REPORT_FILE": logs.report_file,
+    }
+    if context.envs[local_rank].get("RINGDP_DUMP_DIR") == str(first):
+        environ["RINGDP_DUMP_DIR"] = str(folder)
+    context.error_files[local_rank] = logs.error_file
+    context.subprocess_handlers[local_rank] = get_subprocess_handler(
+        entrypoint=context.entrypoint,  # type: ignore[arg-type]  # of a SubprocessContext
+        args=context.args[local_rank],
+        env=environ,
+        stdout=logs.stdout,
+        stderr=logs.stderr,
+        local_rank_id=local_rank,
+        numa_options=context._numa_options,
+    )
+    return logs
+
+
+__all__ = ["PERIOD_S", "Replacements"]
