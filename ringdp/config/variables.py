@@ -54,7 +54,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
-    "RINGDP_JOIN": "HOST:PORT of the store of a running elastic job that this process joins (ringrun --join sets it)",
+    "RINGDP_JOIN": "HOST:PORT of a running elastic job that this process joins (ringrun --join sets it)",
     "RINGDP_RANK_PROCESS": "set by ringdp: a process that a rank has started reads there that it is not a rank",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
@@ -80,6 +80,10 @@ its standard output and error then, where these are files; else 0."""
 
 ADMITS_MARK = "admits"
 """The file beside a rank's report which says that its script lets newcomers in (`ringdp.elastic.Job`)."""
+
+JOB_STORE = "ringdp/job_store"
+"""The key, in the store of the launchers' rendezvous, of the elastic jobs that have met there, by line; with a name of
+these behind it, that of the store of its ranks."""
 
 MEMBER_MARK = "member"
 """The file beside a rank's report which says that it is a member of its elastic job, not a newcomer any more."""
@@ -395,8 +399,9 @@ def elastic(environ: Mapping[str, str] | None = None) -> bool:
     return joins(environ) is not None or _switch("RINGDP_ELASTIC", environ, default=False)
 
 
-def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """RINGDP_JOIN: host and port of the store of the job that this process joins; None: it is there from the start.
+def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:
+    """RINGDP_JOIN: host and port where this process finds the job that it joins, and that job's name, or ""; None: it
+    is there from the start.
 
     Raises:
         InvalidArgumentError: it is no HOST:PORT.
@@ -404,10 +409,11 @@ def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     value = _of_this_job(environ).get("RINGDP_JOIN", "")
     if not value:
         return None
-    host, _, port = value.rpartition(":")
+    where, _, name = value.partition("/")
+    host, _, port = where.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidArgumentError(f"RINGDP_JOIN={value!r} is no HOST:PORT, such as node1:29400 or [::1]:29400")
-    return host.strip("[]"), int(port)
+        raise InvalidArgumentError(f"{value!r} is no HOST:PORT of a job to join, such as node1:29400 or [::1]:29400")
+    return host.strip("[]"), int(port), name
 
 
 def host_identity(host_id: str = "") -> str:

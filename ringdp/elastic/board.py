@@ -8,6 +8,7 @@ whether they go on in it (`ElasticGroup::go_on_in`), and tell the newcomers.
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import json
 from datetime import timedelta
 
@@ -16,6 +17,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ringdp import config
 from ringdp.job import elastic
+
+
+def prove(host: str, pid: int) -> str:
+    secret = config.RingConfig.from_environment().secret
+    return "" if secret is None else hmac.new(secret, f"ringdp {host} {pid}".encode(), "sha256").hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Ticket:
         model: by parameter and buffer, its name, shape and dtype.
         parts: the names of what its Job was given.
         settings: of its RingDP, by argument.
+        proof: made of the job's secret and its process; "" without one.
     """
 
     host: str
@@ -36,6 +43,7 @@ class Ticket:
     model: list[str]
     parts: list[str]
     settings: dict[str, str]
+    proof: str
 
     @property
     def who(self) -> str:
@@ -43,6 +51,8 @@ class Ticket:
 
     def difference(self, mine: Ticket) -> str | None:
         """Why it cannot join a rank that would have said `mine`."""
+        if not hmac.compare_digest(self.proof, prove(self.host, self.pid)):
+            return "its secret is not the job's: give --secret-file the file that the first launchers have"
         if self.version != mine.version:
             return f"it has ringdp {self.version}, the job {mine.version}"
         for its, ours in zip([*self.model, "no more"], [*mine.model, "no more"], strict=False):

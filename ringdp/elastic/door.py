@@ -20,6 +20,10 @@ LOOK_S = 0.05
 """Between two looks at the board."""
 ALIVE_S = 2.0
 """A newcomer whose count has not gone on for so long has died."""
+TOGETHER_S = 0.2
+"""Newcomers that come within so long of each other are let in together."""
+MOST_FAILURES = 5
+"""Of worlds with a newcomer that was not let in."""
 MEET_S = 5.0
 """A newcomer has so long to connect."""
 
@@ -43,7 +47,9 @@ class Door:
         self._ready: World | None = None
         self._tried = 0  # the number of the last world that this rank has tried to meet
         self._seen: dict[int, tuple[int, float]] = {}  # by ticket: its count, and when that went on
+        self._first_s: dict[int, float] = {}  # by ticket: when it was seen first
         self._done: set[int] = set()  # tickets that were let in, refused, or whose process has died
+        self._failures: dict[int, int] = {}  # by ticket: worlds with it that were given up
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringdp-door", daemon=True)
 
@@ -93,15 +99,28 @@ class Door:
         waiting = self._waiting()
         latest = self._board.latest()
         view, places = elastic.view_of(self._group), list(elastic.places(self._group))
-        if latest is not None and latest.view == view and not self._board.given_up(latest):
-            if all(ticket in waiting for ticket in latest.tickets):
+        if latest is not None and latest.view == view:
+            given_up = self._board.given_up(latest)
+            if not given_up and all(ticket in waiting for ticket in latest.tickets):
                 return  # it is under way
+            if given_up:
+                self._count_failure(latest)
+        waiting = [ticket for ticket in waiting if ticket not in self._done]
         if self._most is not None:
             waiting = waiting[: max(self._most - len(places), 0)]
-        if waiting:
+        now_s = time.monotonic()
+        since_s = [now_s - self._first_s.setdefault(ticket, now_s) for ticket in waiting]
+        if waiting and (min(since_s) > TOGETHER_S or max(since_s) > 5 * TOGETHER_S):
             # A number for good: those of the start come first, and tickets are counted over the whole job.
             new = [self._origin.size - 1 + ticket for ticket in waiting]
             self._board.propose(view, waiting, places + new)
+
+    def _count_failure(self, world: World) -> None:
+        for ticket in world.tickets:
+            failures = self._failures[ticket] = self._failures.get(ticket, 0) + 1
+            if failures == MOST_FAILURES:
+                self._board.refuse(ticket, f"it could not connect to all ranks, in {failures} tries")
+                self._done.add(ticket)
 
     def _waiting(self) -> list[int]:
         """The tickets of processes that live and fit, in their order."""

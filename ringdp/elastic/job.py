@@ -26,7 +26,7 @@ from ringdp.data.settings import Limits
 from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from ringdp.elastic import transfer
-from ringdp.elastic.board import Board, Met, Ticket, World
+from ringdp.elastic.board import Board, Met, Ticket, World, prove
 from ringdp.elastic.door import LOOK_S, MEET_S, Alive, Door
 from ringdp.elastic.loader import Loader
 from ringdp.errors import ExpelledError, HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingError
@@ -454,6 +454,7 @@ class Job:
             [*self._parts, *(f"loader of {len(one.sampler)} batches" for one in self._loaders)],
             self.model.ringdp_features.settings()
             | {"compression": str(self.model.ringdp_features[GradientCompression].chosen)},
+            prove(socket.gethostname(), os.getpid()),
         )
 
     def _join(self, origin: elastic.Origin, door: Door) -> None:

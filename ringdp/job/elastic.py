@@ -176,11 +176,12 @@ def admit(store: Store) -> None:
     _mark(config.ADMITS_MARK)
 
 
-def find_job(host: str, port: int, timeout: timedelta) -> None:
-    """This process is a newcomer to the job whose launcher keeps a store there. Returns when that lets newcomers in.
+def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
+    """This process is a newcomer to the job whose ranks or launchers have a store there. Returns when that lets
+    newcomers in. `name`: of the job, where several have met there; or "".
 
     Raises:
-        HandshakeError: there is no such job.
+        HandshakeError: there is no such job, or several.
     """
     global _origin
     where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
@@ -188,6 +189,7 @@ def find_job(host: str, port: int, timeout: timedelta) -> None:
         store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
         while True:
             waited_s = time.monotonic() - asked
+            store = _job_store(store, name, where, timeout)
             if store.check([_START]):
                 start, size = map(int, store.get(_START).split())
                 found = Origin(store, start, size, outside=True)
@@ -208,6 +210,21 @@ def find_job(host: str, port: int, timeout: timedelta) -> None:
             f"there is no job at {where}: is it over, or is that not the address of its store (--rdzv-endpoint, or"
             f" MASTER_ADDR:MASTER_PORT of its ranks)? {error}"
         ) from error
+
+
+def _job_store(store: Store, name: str, where: str, timeout: timedelta) -> Store:
+    """That of the ranks, if this one is the launchers' and names it."""
+    if store.check([_START]) or not store.check([config.JOB_STORE]):
+        return store
+    names = store.get(config.JOB_STORE).decode().split("\n")
+    if name not in names:
+        if name or len(names) > 1:
+            raise HandshakeError(
+                f"{len(names)} jobs have met at {where}: {', '.join(names[:9])}; name the one to join by --rdzv-id"
+            )
+        [name] = names
+    its_host, _, its_port = store.get(f"{config.JOB_STORE}/{name}").decode().rpartition(":")
+    return TCPStore(its_host.strip("[]"), int(its_port), None, False, timeout=timeout, wait_for_workers=False)
 
 
 def joined() -> None:

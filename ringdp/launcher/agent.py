@@ -169,6 +169,8 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     )
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
+    if args.join is not None:
+        os.environ["RINGDP_JOIN"] = args.join + (f"/{args.join_id}" if args.join_id else "")
     gone = elastic.report_to(
         meeting=meeting,
         restarting=restarting,

@@ -21,8 +21,9 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 
 from ringdp import refusals
-from ringdp.config import read_secret
+from ringdp.config import joins, read_secret
 from ringdp.errors import RingError
+from ringdp.launcher import joining
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
 from ringdp.launcher.views import Views
 
@@ -231,6 +232,14 @@ def get_parser() -> argparse.ArgumentParser:
         "on without it. Without this they wait for it.",
     )
     group.add_argument(
+        "--join",
+        action=env,
+        default=None,
+        metavar="HOST:PORT",
+        help="Start ranks that join the elastic job whose --rdzv-endpoint this is, with its --secret-file, and its "
+        "--rdzv-id where several jobs meet there. The script is the job's, and has ringdp.elastic.Job.",
+    )
+    group.add_argument(
         "--max-replacements",
         "--max_replacements",
         action=env,
@@ -336,11 +345,23 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError(f"--evict-after is a number of seconds above 0, got {args.evict_after:g}")
     if args.max_replacements < 0:
         raise ValueError(f"--max-replacements is a number from 0 on, got {args.max_replacements}")
+    if args.join is not None:
+        args.elastic = True
+        joins({"RINGDP_JOIN": args.join})
+        if max_nodes > 1 or placement is not None or args.rdzv_endpoint or args.rdzv_backend != "static":
+            raise ValueError(
+                "--join names the job, and this launcher starts the ranks of this host alone: leave out --nnodes,"
+                " --rdzv-endpoint, --rdzv-backend, -H and --hostfile"
+            )
     if not args.elastic:
         return
     refused = []
-    if torchrun.parse_min_max_nnodes(args.nnodes)[0] != max_nodes:
-        refused.append("hosts that join")
+    least = torchrun.parse_min_max_nnodes(args.nnodes)[0]
+    if least != max_nodes and args.rdzv_backend != "c10d":
+        raise ValueError(
+            "--nnodes with a minimum and a maximum needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where hosts"
+            " that come later find the job"
+        )
     if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
         refused.append("restarts on several hosts")
     if args.run_path:
@@ -414,6 +435,7 @@ def _check_counts(args: argparse.Namespace) -> None:
 def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
     """Resolve the rendezvous as torchrun does: on one node without explicit flags, a free port."""
     unspecified = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    args.join_id = args.rdzv_id if args.join is not None and args.rdzv_id != "none" else ""
     if args.standalone or (unspecified and max_nodes == 1):
         args.rdzv_backend = "c10d"
         # Addresses, not names: where a bare container has no /etc/hosts, "localhost" and its own name mean nothing.
@@ -422,6 +444,20 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
         args.rdzv_id = str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
+
+
+def join_running(arguments: Arguments) -> Arguments:
+    """Of a host that may come later (--elastic --nnodes 1:8): where the job runs already, those that join it."""
+    args, meeting = arguments.torchrun, arguments.meeting
+    if not args.elastic or meeting is None or meeting.backend != "c10d" or meeting.least == meeting.nodes:
+        return arguments
+    if not joining.running(meeting.host, meeting.port, meeting.run_id):
+        return arguments
+    args.join, args.join_id = f"[{meeting.host}]:{meeting.port}", meeting.run_id
+    args.nnodes, args.rdzv_endpoint, args.rdzv_backend, args.rdzv_conf = "1:1", "", "static", ""
+    args.standalone = True
+    _resolve_rendezvous(args, 1)
+    return dataclasses.replace(arguments, meeting=None)
 
 
 def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher import api
 
 from ringdp.config import ELASTIC_MARK
-from ringdp.launcher import other_nodes
+from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.other_nodes import End
 from ringdp.launcher.replacements import Replacements
@@ -98,6 +98,9 @@ def report_to(
             self._others, self._well = None, None
             started: dict[int, Any] = super()._start_workers(worker_group)
             running({worker_group.workers[local].global_rank: pid for local, pid in started.items()})
+            if lost is not None and worker_group.group_rank == 0 and worker_group.master_port:
+                address = f"[{worker_group.master_addr}]:{worker_group.master_port}"
+                joining.publish(worker_group.store, worker_group.spec.rdzv_handler.get_run_id(), address)
             if (worker_group.group_world_size or 1) > 1:
                 self._others = other_nodes.of(self, elastic=lost is not None, say=elsewhere.say)
             return started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -103,7 +104,8 @@ def _start(context: SubprocessContext, local_rank: int, number: int) -> RankLogs
         one_terminal=False,
     )
     environ = context.envs[local_rank] | {
-        "RINGDP_JOIN": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        # a replacement of a rank that has joined from another launcher joins there, too
+        "RINGDP_JOIN": os.environ.get("RINGDP_JOIN") or f"[{host}]:{port}",
         "TORCHELASTIC_ERROR_FILE": logs.error_file,
         "RINGDP_REPORT_FILE": logs.report_file,
     }

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from ringdp import _early, stories
 from ringdp.launcher import agent, disks, failure, messages, processes, secret, summary, tether, verdicts
-from ringdp.launcher.arguments import Arguments, Placement, parse
+from ringdp.launcher.arguments import Arguments, Placement, join_running, parse
 from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.display import Display
@@ -54,7 +54,7 @@ def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | N
         given_secret: the job's, in hexadecimal digits, where another launcher has started this one.
         tied: joins this one to that.
     """
-    arguments = parse(argv, on_a_node=tied is not None)
+    arguments = join_running(parse(argv, on_a_node=tied is not None))
     if arguments.placement is not None:
         return _on_many_hosts(arguments, arguments.placement)
     try:
