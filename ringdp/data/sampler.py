@@ -245,6 +245,10 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 " weigh the ranks' losses by hand"
             )
 
+    def described(self) -> list[str]:
+        """The arguments that decide which samples a batch has: "name: value"."""
+        return [f"{name}: {value}" for name, value in self._settings.saved().items()]
+
     def unwatch(self) -> None:
         """Follow the steps of the watched model no longer."""
         with self._lock:

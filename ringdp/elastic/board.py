@@ -55,11 +55,10 @@ class Ticket:
             return "its secret is not the job's: give --secret-file the file that the first launchers have"
         if self.version != mine.version:
             return f"it has ringdp {self.version}, the job {mine.version}"
-        for its, ours in zip([*self.model, "no more"], [*mine.model, "no more"], strict=False):
-            if its != ours:
-                return f"its model has {its}, the job's has {ours}"
-        if self.parts != mine.parts:
-            return f"its Job has {', '.join(self.parts)}, the job's has {', '.join(mine.parts)}"
+        for what, its_list, our_list in (("model", self.model, mine.model), ("Job", self.parts, mine.parts)):
+            for its, ours in zip([*its_list, "no more"], [*our_list, "no more"], strict=False):
+                if its != ours:
+                    return f"its {what} has {its}, the job's has {ours}"
         for name in sorted(self.settings.keys() | mine.settings.keys()):
             its, ours = self.settings.get(name, "its default"), mine.settings.get(name, "its default")
             if its != ours:

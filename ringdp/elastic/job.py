@@ -40,7 +40,7 @@ _ENTRY_PAUSE_S = 0.001
 _FIRST_NOTICE_S = 10.0
 _MOST_STEPS = 1000  # between two questions
 _REASON_BYTES = 200
-_ANSWER = struct.Struct("<q?dd")
+_ANSWER = struct.Struct("<q??dd")
 _LONGEST_WAIT_S = 600.0  # for newcomers, where there are too few ranks
 
 
@@ -51,12 +51,14 @@ class _Answer:
     Attributes:
         world: the number of the one that it has met; 0: none.
         leaves: it wants to leave.
+        busy: it has gradients that are not averaged yet, which newcomers have not.
         cost_s: what the last question has cost.
         step_s: a step takes.
     """
 
     world: int
     leaves: bool
+    busy: bool
     cost_s: float
     step_s: float
 
@@ -160,7 +162,7 @@ class Job:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        balance: str | Sequence[float] = "equal",
+        balance: str = "equal",
         limits: Limits | None = None,
         cost: Callable[[int], float] | None = None,
         **arguments: Any,
@@ -172,7 +174,8 @@ class Job:
         parts may be unequal.
 
         Args:
-            dataset, global_batch, seed, shuffle, drop_last, balance, limits, cost: of `ringdp.data.BalancedSampler`.
+            dataset, global_batch, seed, shuffle, drop_last, limits, cost: of `ringdp.data.BalancedSampler`.
+            balance: ``"equal"`` or ``"speed"``, as there.
             **arguments: of torch's DataLoader (num_workers, collate_fn, pin_memory, …).
 
         Raises:
@@ -181,6 +184,9 @@ class Job:
         for name in ("batch_size", "sampler", "batch_sampler"):
             if name in arguments:
                 raise InvalidArgumentError(f"Job.loader: {name} is what global_batch and the ranks decide; leave it out")
+
+        if balance not in ("equal", "speed"):
+            raise InvalidArgumentError(f'Job.loader: balance is "equal" or "speed", for any number of ranks, not {balance!r}')
 
         def sampler() -> BalancedSampler:
             return BalancedSampler(
@@ -195,7 +201,8 @@ class Job:
                 group=self._group,
             )
 
-        made = Loader(self, dataset, sampler, arguments)
+        split = f"balance: {balance}, limits: {limits}, cost: {'given' if cost else 'none'}"
+        made = Loader(self, dataset, sampler, split, arguments)
         self._loaders.append(made)
         return made
 
@@ -210,6 +217,11 @@ class Job:
         while self._epoch < count:
             yield self._epoch
             self._epoch += 1
+        self.close()
+
+    def close(self) -> None:
+        """The training has ended, and nobody is let in any more. `epochs` does it at its end; call it where the script
+        leaves that loop before, on all ranks."""
         if self._door is not None and not self._over:
             self._over = True
             self._door.close(over=True)
@@ -280,10 +292,10 @@ class Job:
             def ask() -> list[_Answer]:
                 nonlocal world, view
                 view = elastic.view_of(self._group)
-                busy = self.model.reducer.has_unaveraged()  # ranks have gradients that newcomers have not
-                world = None if busy else door.ready()
-                leaves = self._leaving is not None and not busy
-                mine = _Answer(0 if world is None else world.number, leaves, cost_s, step_s)
+                busy = self.model.reducer.has_unaveraged()
+                world = door.ready()
+                number = 0 if world is None else world.number
+                mine = _Answer(number, self._leaving is not None, busy, cost_s, step_s)
                 return [_Answer(*_ANSWER.unpack(one)) for one in self._gather(mine)]
 
             answers = elastic.as_unit(self._group, "the question for newcomers", ask)
@@ -292,6 +304,9 @@ class Job:
             least_step_s = max(min(one.step_s for one in answers), 1e-6)
             self._until_question = min(int(least_cost_s / (_SHARE * least_step_s)) + 1, _MOST_STEPS)
             self._note_losses()
+            if any(one.busy for one in answers):
+                self._until_question = 1  # its gradient is averaged soon
+                return
             leaving = [rank for rank, one in enumerate(answers) if one.leaves]
             if leaving:
                 return self._go_on_without(leaving, view, began_s)
@@ -381,13 +396,20 @@ class Job:
             if isinstance(part, torch.nn.Module):
                 into |= {f"{name}/{key}": value for key, value in part.state_dict().items()}
 
+        buffers = {
+            f"{name}/{key}"
+            for name, part in self._parts.items()
+            if isinstance(part, torch.nn.Module)
+            for key, _ in part.named_buffers()
+        }
+
         def body() -> dict[str, Any]:
             places = elastic.places(group)
             newcomers = [rank for rank, place in enumerate(places) if place in new_places]
             if not newcomers:
                 assert mine is not None
                 return mine
-            return transfer.send(mine, group, newcomers, into=into)
+            return transfer.send(mine, group, newcomers, into=into, of_lowest=buffers)
 
         state = elastic.as_unit(group, "the state for newcomers", body)
         if outside:
@@ -451,7 +473,7 @@ class Job:
             os.getpid(),
             __version__,
             [f"{name} {tuple(one.shape)} of {one.dtype}" for name, one in tensors.items()],
-            [*self._parts, *(f"loader of {len(one.sampler)} batches" for one in self._loaders)],
+            [*self._parts, *(f"loader with {line}" for one in self._loaders for line in one.described())],
             self.model.ringdp_features.settings()
             | {"compression": str(self.model.ringdp_features[GradientCompression].chosen)},
             prove(socket.gethostname(), os.getpid()),

@@ -37,8 +37,13 @@ class Loader:
         sampler: of the present members.
     """
 
-    def __init__(self, job: Job, dataset: Any, sampler: Callable[[], BalancedSampler], arguments: Mapping[str, Any]):
+    def __init__(
+        self, job: Job, dataset: Any, sampler: Callable[[], BalancedSampler], split: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """`sampler`: makes one for the present members; `split`: how batches are split, for comparisons; `arguments`: of
+        torch's DataLoader."""
         self._job, self._dataset, self._make, self._arguments = job, dataset, sampler, dict(arguments)
+        self._split = split
         self._make_sampler(None)
 
     def _make_sampler(self, state: Mapping[str, Any] | None) -> None:
@@ -52,6 +57,10 @@ class Loader:
         self.sampler.unwatch()
         self._make_sampler(state)
 
+    def described(self) -> list[str]:
+        """What newcomers have to have alike."""
+        return [*self.sampler.described(), self._split]
+
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         return len(self.sampler)
@@ -63,16 +72,13 @@ class Loader:
             views, start = self._job.changes, self.sampler.state_dict()["position"]
             drawn = _Noted(self.sampler)
             batches = iter(DataLoader(self._dataset, batch_sampler=drawn, **self._arguments))
-            while True:
+            # Nobody comes behind the last batch: a newcomer would not run what follows the epoch.
+            for batch in batches:
                 self._job.before_step()
                 if self._job.changes != views:
-                    break
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+                    break  # this batch is drawn again, by the present members
                 self._job.note_batch(epoch, start, drawn.samples.popleft())
                 start += 1
                 yield batch
-            if self.sampler.state_dict()["epoch"] != epoch:  # all of it was done when they changed
+            else:
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def send(
     newcomers: Sequence[int],
     *,
     into: Mapping[str, Tensor] | None = None,
+    of_lowest: Collection[str] = (),
 ) -> dict[str, Any]:
     """All ranks call it, as a unit's body. Returns the state of the members, on a newcomer from these.
 
@@ -41,6 +42,7 @@ def send(
         state: nested dicts and lists of tensors and plain values, the same on all members; None on a newcomer.
         newcomers: their ranks; all others are members, the lowest of which is rank 0.
         into: on a newcomer, tensors that receive the values in place, by "part/name" of the state's keys.
+        of_lowest: such names of tensors that members may have different, and of which rank 0's count: those of buffers.
 
     Raises:
         MismatchError: a tensor has not the bits that the lowest member has; names it and the member that sent it. On
@@ -58,7 +60,7 @@ def send(
                 names.append("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))
                 tensors.append(leaf.detach())
     if rank == 0:
-        described = _describe(state, tensors, names)
+        described = _describe(state, tensors, names, of_lowest)
     content = _read(bytes(broadcast_bytes(described, 0, group)))
     if new:
         tensors = [
@@ -70,7 +72,7 @@ def send(
     works = []
     received: list[tuple[Tensor, list[Tensor]]] = []
     for donor in range(members):
-        for piece in _pieces(flat, donor, members):
+        for piece in _pieces(flat, content["lowest"], donor, members):
             together = len(piece) > 1
             if not new and rank == donor:
                 data = torch.cat(piece) if together else piece[0]
@@ -111,11 +113,12 @@ def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
     return part
 
 
-def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str]) -> bytes:
+def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str], of_lowest: Collection[str]) -> bytes:
     numbers = iter(range(len(tensors)))
     content = {
         "state": pytree.tree_map(lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)),
         "names": list(names),
+        "lowest": [name in of_lowest for name in names],
         "shapes": [list(one.shape) for one in tensors],
         "dtypes": [one.dtype for one in tensors],
     }
@@ -140,14 +143,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _pieces(tensors: Sequence[Tensor], donor: int, donors: int) -> Iterator[list[Tensor]]:
+def _pieces(tensors: Sequence[Tensor], lowest: Sequence[bool], donor: int, donors: int) -> Iterator[list[Tensor]]:
     """The bytes that this donor sends, the same on all ranks: its part of each large tensor, and its share of the
-    others, together."""
+    others, together. `lowest`: which tensors rank 0 sends alone."""
     small: list[Tensor] = []
     for number, tensor in enumerate(tensors):
         data = _bytes(tensor)
-        if len(data) < _SMALL:
-            if number % donors == donor and len(data):
+        if len(data) < _SMALL or lowest[number]:
+            if donor == (0 if lowest[number] else number % donors) and len(data):
                 small.append(data)
             continue
         begin, end = len(data) * donor // donors, len(data) * (donor + 1) // donors

@@ -1,0 +1,265 @@
+"""Ranks come to a running job and leave it: the same bits as scripted jobs, each sample once, and no newcomer that fails
+holds the others up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fault import elastic_join_jobs as jobs
+from tests.fault.elastic_join_jobs import Jobs
+from tests.train.harness import ring_is_built, run_ranks
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., Jobs]]:
+    all_made: list[Jobs] = []
+
+    def make(**options: Any) -> Jobs:
+        folder = tmp_path / str(len(all_made))
+        folder.mkdir()
+        all_made.append(Jobs(folder, **{"step_s": 0.02, **options}))
+        return all_made[-1]
+
+    yield make
+    for one in all_made:
+        one.close()
+
+
+def run_scripted(job: Jobs, **options: Any) -> None:
+    """From each change on, jobs without elasticity of the same ranks make the same steps: to the bit."""
+    batches = job.batches()
+    [end] = {it["print"] for it in job.events("end")}
+    prints = {(it["step"], it["now"]): it["print"] for it in job.events("change")}
+    before: str | None = None
+    segments = [(places, list(them)) for places, them in groupby(batches.items(), key=lambda it: tuple(it[1]))]
+    for number, (places, them) in enumerate(segments):
+        steps = [[samples[place] for place in places] for _, samples in them]
+        [found] = set(run_ranks(jobs.scripted, before, steps, options, world_size=len(places), backend="ring"))
+        last = them[-1][0]
+        following = None if number + 1 == len(segments) else len(segments[number + 1][0])
+        assert found == (end if following is None else prints[last, following]), f"up to step {last}"
+        before = str(job.folder / f"state_{last}_{following}.pt")
+
+
+def test_ranks_come_and_leave_and_each_step_is_that_of_a_scripted_job(made: Callable[..., Jobs]) -> None:
+    job = made()
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(3)
+    job.join()
+    job.until_ranks(3)
+    job.leave(first)  # rank 0
+    job.until_ranks(2)
+    job.join()
+    second = job.join()
+    job.until_ranks(4)
+    job.leave(second)
+    job.until_ranks(3)
+    ends = job.wait()
+    assert len(ends) == 3
+    job.check_replicas()
+    job.check_each_sample_once()
+    run_scripted(job)
+    joined = [it for it in job.events("change") if it["joined"]]
+    assert all(it["seconds"] < 2.0 for it in joined), joined
+
+
+def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[..., Jobs]) -> None:
+    job = made()
+    job.start(1)
+    [first] = job.pids()
+    job.until_step(2)
+    job.join()
+    job.until_ranks(2)
+    job.leave(first)
+    job.until_ranks(1)
+    assert len(job.wait()) == 1
+    job.check_replicas()
+    job.check_each_sample_once()
+    run_scripted(job)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ringdp": {"compression": "int8"}},
+        {"ringdp": {"compression": "topk"}},
+        {"ringdp": {"compression": "powersgd"}},
+        {"accumulate": 2},
+        {"loader": {"num_workers": 2}},
+        {"loader": {"balance": "speed"}},
+        {"ringdp": {"guard": 5}},
+    ],
+    ids=str,
+)
+def test_a_newcomer_fits_into_what_the_job_uses(made: Callable[..., Jobs], options: dict[str, Any]) -> None:
+    job = made(**options)
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(3)
+    job.join()
+    job.until_ranks(3)
+    job.leave(first)
+    job.until_ranks(2)
+    assert len(job.wait()) == 2
+    job.check_replicas()
+    if "accumulate" not in options:
+        job.check_each_sample_once()
+
+
+def test_a_killed_rank_is_replaced(made: Callable[..., Jobs]) -> None:
+    job = made()
+    job.start(3)
+    victim = job.pids()[0]
+    job.until_step(4)
+    job.kill(victim)
+    job.until_ranks(2)
+    job.join()
+    job.until_ranks(3)
+    ends = job.wait(dead={victim: -9})
+    assert [it["ranks"] for it in ends] == [3, 3, 3]
+    job.check_replicas()
+
+
+# Newcomers that are not let in, or fail.
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        ({"width": 25}, {}, "its model has 0.weight (25, 8) of torch.float32, the job's has 0.weight (24, 8)"),
+        ({"ringdp": {"compression": "int8"}}, {}, "its RingDP has compression "),
+        ({"loader": {"seed": 1}}, {}, "its Job has loader with seed: 1, the job's has loader with seed: 0"),
+        ({}, {"RINGDP_SECRET_FILE": "other"}, "its secret is not the job's"),
+    ],
+    ids=["model", "compression", "seed", "secret"],
+)
+def test_another_program_is_refused_with_both_values(
+    made: Callable[..., Jobs], tmp_path: Path, options: dict[str, Any], environ: dict[str, str], words: str
+) -> None:
+    if environ:
+        other = tmp_path / "other"
+        other.write_text("cd" * 32)
+        other.chmod(0o600)
+        environ = {"RINGDP_SECRET_FILE": str(other)}
+    job = made()
+    job.start(2)
+    job.until_step(2)
+    pid = job.join(environ=environ, **options)
+    assert job.code(pid) == 1
+    job.wait(dead={pid: 1})
+    [error] = job.events("error", pid)
+    assert error["type"] == "MismatchError"
+    assert words in error["text"]
+    told = [it["text"] for it in job.events("log") if "cannot join" in it["text"]]
+    assert len(told) == 1
+    assert words in told[0]
+    job.check_each_sample_once()
+
+
+def die_after_handing_in() -> None:
+    from ringdp.elastic.board import Board
+
+    hand_in = Board.hand_in
+
+    def then_die(self: Board, ticket: Any) -> int:
+        hand_in(self, ticket)
+        os._exit(7)
+
+    Board.hand_in = then_die  # type: ignore[method-assign]
+
+
+def die_before_meeting() -> None:
+    from ringdp.elastic import job
+
+    job.Met = lambda *_: os._exit(7)  # type: ignore[assignment, misc]
+
+
+def die_after_meeting() -> None:
+    from ringdp.elastic.board import Met
+
+    Met.prepare = lambda *_: os._exit(7)  # type: ignore[assignment]
+
+
+def die_when_entering() -> None:
+    from ringdp import _C
+
+    _C.enter_world = lambda *_: os._exit(7)  # type: ignore[assignment]
+
+
+def die_in_the_transfer() -> None:
+    from ringdp.elastic import transfer
+
+    transfer._place_for = lambda *_: os._exit(7)  # type: ignore[assignment]
+
+
+def die_before_the_first_step() -> None:
+    from ringdp.elastic.job import Job
+
+    Job._begin_again = lambda *_: os._exit(7)  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        die_after_handing_in,
+        die_before_meeting,
+        die_after_meeting,
+        die_when_entering,
+        die_in_the_transfer,
+        die_before_the_first_step,
+    ],
+)
+def test_a_newcomer_that_dies_holds_nobody_up(made: Callable[..., Jobs], before: Callable[[], None]) -> None:
+    job = made()
+    job.start(2)
+    job.until_step(2)
+    pid = job.join(before)
+    assert job.code(pid) == 7
+    later = job.join()
+    job.until(lambda: job.events("begins", later))
+    ends = job.wait(dead={pid: 7})
+    assert [it["ranks"] for it in ends] == [3, 3, 3]
+    job.check_replicas()
+
+
+def test_a_member_that_dies_while_a_newcomer_enters(made: Callable[..., Jobs]) -> None:
+    """The leader, as soon as it has told the newcomer."""
+    job = made()
+    job.start(3)
+    leader = job.pids()[0]
+    job.until_step(2)
+    job.join()
+    job.until(lambda: job.store.check(["ringdp/elastic/0/world/1/entry"]) or job.store.check(["ringdp/elastic/0/over"]))
+    job.kill(leader)
+    ends = job.wait(dead={leader: -9})
+    assert [it["ranks"] for it in ends] == [3, 3, 3]
+    job.check_replicas()
+
+
+def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs]) -> None:
+    job = made(job={"min_ranks": 2, "max_ranks": 2})
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(3)
+    job.leave(first)
+    job.until(lambda: any(it["left"] for it in job.events("change")))
+    steps = len(job.events("begins"))
+    job.join()
+    too_many = job.join()
+    ends = job.wait()
+    assert len(ends) == 2
+    assert all(it["ranks"] == 2 for it in job.events("begins")[steps:])
+    assert any("ended before this process could join" in it["text"] for it in job.events("log", too_many)) or any(
+        "ended before this process could join" in it["text"] for it in job.events("log")
+    )
+    job.check_each_sample_once()
+    run_scripted(job)
