@@ -771,7 +771,13 @@ def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """
 
 def prepare_world(
-    *, process_group: ProcessGroup, name: str, pending: PendingMesh, store: Store, places: Sequence[int], config: dict
+    *,
+    process_group: ProcessGroup,
+    name: str,
+    pending: PendingMesh,
+    store: Store,
+    places: Sequence[int],
+    config: dict[str, Any],
 ) -> None:
     """Connections with newcomers, over which an elastic group may go on from now on (go_on_in, enter_world).
     `places`:

@@ -47,6 +47,7 @@ TYPES: dict[str, dict[str, str]] = {
         "RingFuture.add_done_callback(callback)": "Callable[[RingFuture], object]",
         "RingFuture.then(callback)": "Callable[[RingFuture], object]",
         "create_process_group(config)": "dict[str, Any]",
+        "prepare_world(config)": "dict[str, Any]",
         "create_reconfigurable_process_group(config)": "dict[str, Any]",
         "create_process_group(pending)": "PendingMesh | None",
         "fail_future(exception)": "BaseException",

@@ -390,8 +390,8 @@ def reduce_alone(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def elastic(environ: Mapping[str, str] | None = None) -> bool:
-    """RINGDP_ELASTIC: whether the job goes on without ranks that are lost; False where it is not set, unless this process
-    joins a job that does (RINGDP_JOIN).
+    """RINGDP_ELASTIC: whether the job goes on without ranks that are lost; False where it is not set, unless this
+    process joins a job that does (RINGDP_JOIN).
 
     Raises:
         InvalidArgumentError: it is neither 0 nor 1.
@@ -412,7 +412,7 @@ def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | No
     where, _, name = value.partition("/")
     host, _, port = where.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidArgumentError(f"{value!r} is no HOST:PORT of a job to join, such as node1:29400 or [::1]:29400")
+        raise InvalidArgumentError(f"RINGDP_JOIN={value!r} is no HOST:PORT, such as node1:29400 or [::1]:29400")
     return host.strip("[]"), int(port), name
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringdp import __version__, values
 from ringdp.data.sampler import BalancedSampler
@@ -29,7 +30,14 @@ from ringdp.elastic import transfer
 from ringdp.elastic.board import Board, Met, Ticket, World, prove
 from ringdp.elastic.door import LOOK_S, MEET_S, Alive, Door
 from ringdp.elastic.loader import Loader
-from ringdp.errors import ExpelledError, HandshakeError, InvalidArgumentError, InvalidStateError, MismatchError, RingError
+from ringdp.errors import (
+    ExpelledError,
+    HandshakeError,
+    InvalidArgumentError,
+    InvalidStateError,
+    MismatchError,
+    RingError,
+)
 from ringdp.job import backend, elastic
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.text import number_of_ranks, ranks_by_number
@@ -183,10 +191,14 @@ class Job:
         """
         for name in ("batch_size", "sampler", "batch_sampler"):
             if name in arguments:
-                raise InvalidArgumentError(f"Job.loader: {name} is what global_batch and the ranks decide; leave it out")
+                raise InvalidArgumentError(
+                    f"Job.loader: {name} is what global_batch and the ranks decide; leave it out"
+                )
 
         if balance not in ("equal", "speed"):
-            raise InvalidArgumentError(f'Job.loader: balance is "equal" or "speed", for any number of ranks, not {balance!r}')
+            raise InvalidArgumentError(
+                f'Job.loader: balance is "equal" or "speed", for any number of ranks, not {balance!r}'
+            )
 
         def sampler() -> BalancedSampler:
             return BalancedSampler(
@@ -309,8 +321,8 @@ class Job:
                 return
             leaving = [rank for rank, one in enumerate(answers) if one.leaves]
             if leaving:
-                return self._go_on_without(leaving, view, began_s)
-            if world is not None and all(one.world == world.number for one in answers):
+                self._go_on_without(leaving, view, began_s)
+            elif world is not None and all(one.world == world.number for one in answers):
                 self._go_on_in(world, door, began_s)
 
     def _gather(self, mine: _Answer) -> list[bytes]:
@@ -322,7 +334,8 @@ class Job:
         compression = self._compression()
         before = world.members
         if not _C.go_on_in(self._group, world.name, world.view):
-            return self._note_losses()
+            self._note_losses()
+            return
         door.entered(world, world.view + 1, _C.units_left(self._group))
         self._members = tuple(world.places)
         self._welcome(world, compression)
@@ -350,7 +363,8 @@ class Job:
             self._end(alone=len(left) == len(places))
         cause = ", ".join(dict.fromkeys(one for one in reasons if one)) or "it left"
         if not _C.go_on_without(self._group, list(leaving), view, cause):
-            return self._note_losses()  # another rank was lost, and they ask again
+            self._note_losses()  # another rank was lost, and they ask again
+            return
         self._members = elastic.places(self._group)
         state = self._positions()
         self._begin_again(state, self.step, compression)
@@ -391,7 +405,7 @@ class Job:
                     "numbers": _collective_numbers(),
                 }
             }
-        into = {}
+        into: dict[str, Tensor] = {}
         for name, part in self._parts.items() if outside else ():
             if isinstance(part, torch.nn.Module):
                 into |= {f"{name}/{key}": value for key, value in part.state_dict().items()}
@@ -494,9 +508,7 @@ class Job:
         self._place = origin.size - 1 + ticket
         self._welcome(world, None)
         door.open()
-        _log.warning(
-            "joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1
-        )
+        _log.warning("joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1)
 
     def _wait_for_entry(self, where: Board, ticket: int, origin: elastic.Origin) -> World | None:
         from ringdp import _C

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Sampler
 
 from ringdp.data.sampler import BalancedSampler
 
-if TYPE_CHECKING:
-    from ringdp.elastic.job import Job
+
+class Steps(Protocol):
+    """What a loader knows of its Job.
+
+    Attributes:
+        model: the RingDP.
+        changes: of the members that loaders follow, so far.
+    """
+
+    model: Any
+    changes: int
+
+    def enter(self) -> None: ...
+    def before_step(self) -> None: ...
+    def note_batch(self, epoch: int, batch: int, samples: Sequence[int]) -> None: ...
 
 
 class _Noted(Sampler[list[int]]):
@@ -38,10 +51,10 @@ class Loader:
     """
 
     def __init__(
-        self, job: Job, dataset: Any, sampler: Callable[[], BalancedSampler], split: str, arguments: Mapping[str, Any]
+        self, job: Steps, dataset: Any, sampler: Callable[[], BalancedSampler], split: str, arguments: Mapping[str, Any]
     ) -> None:
-        """`sampler`: makes one for the present members; `split`: how batches are split, for comparisons; `arguments`: of
-        torch's DataLoader."""
+        """`sampler`: makes one for the present members; `split`: how batches are split, for comparisons; `arguments`:
+        of torch's DataLoader."""
         self._job, self._dataset, self._make, self._arguments = job, dataset, sampler, dict(arguments)
         self._split = split
         self._make_sampler(None)

@@ -116,7 +116,9 @@ def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
 def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str], of_lowest: Collection[str]) -> bytes:
     numbers = iter(range(len(tensors)))
     content = {
-        "state": pytree.tree_map(lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)),
+        "state": pytree.tree_map(
+            lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)
+        ),
         "names": list(names),
         "lowest": [name in of_lowest for name in names],
         "shapes": [list(one.shape) for one in tensors],
@@ -167,7 +169,13 @@ def _hashes(tensors: Sequence[Tensor]) -> bytes:
 
 
 def _compare(
-    expected: bytes, tensors: Sequence[Tensor], names: Sequence[str], members: int, group: dist.ProcessGroup, *, new: bool
+    expected: bytes,
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    members: int,
+    group: dist.ProcessGroup,
+    *,
+    new: bool,
 ) -> None:
     wrong = ""
     if new and (mine := _hashes(tensors)) != expected:
@@ -184,4 +192,3 @@ def _compare(
                 peer=rank,
             )
         _log.error("the state that rank %d got is not that of rank 0: %s", rank, words.decode(errors="replace"))
-

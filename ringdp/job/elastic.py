@@ -55,7 +55,8 @@ class Origin:
 
     def keys(self) -> Store:
         """The keys of this start, over a connection of its own."""
-        return PrefixStore(f"{_START}/{self.start}", self.store.clone())
+        store: Any = self.store  # torch's stubs do not have clone
+        return PrefixStore(f"{_START}/{self.start}", store.clone())
 
 
 _origin: Origin | None = None
@@ -186,7 +187,7 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
     global _origin
     where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
     try:
-        store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+        store: Store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
         while True:
             waited_s = time.monotonic() - asked
             store = _job_store(store, name, where, timeout)

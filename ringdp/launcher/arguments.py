@@ -347,7 +347,10 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError(f"--max-replacements is a number from 0 on, got {args.max_replacements}")
     if args.join is not None:
         args.elastic = True
-        joins({"RINGDP_JOIN": args.join})
+        try:
+            joins({"RINGDP_JOIN": args.join})
+        except RingError as error:
+            raise ValueError(str(error).replace("RINGDP_JOIN=", "--join ")) from error
         if max_nodes > 1 or placement is not None or args.rdzv_endpoint or args.rdzv_backend != "static":
             raise ValueError(
                 "--join names the job, and this launcher starts the ranks of this host alone: leave out --nnodes,"

@@ -28,7 +28,7 @@ from ringdp.launcher.arguments import Arguments, Placement, join_running, parse
 from ringdp.launcher.connection import Connection
 from ringdp.launcher.console import Console
 from ringdp.launcher.display import Display
-from ringdp.launcher.logs import RunFolder, make_run_folder, remove_run_folder
+from ringdp.launcher.logs import RankLogs, RunFolder, make_run_folder, remove_run_folder
 from ringdp.launcher.many_hosts import ManyHosts
 from ringdp.launcher.passing import PassedOn
 from ringdp.launcher.tether import MARK, End, Tether

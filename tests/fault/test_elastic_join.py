@@ -1,4 +1,4 @@
-"""Ranks come to a running job and leave it: the same bits as scripted jobs, each sample once, and no newcomer that fails
+"""Ranks come to a running job and leave it: the bits of scripted jobs, each sample once, and no newcomer that fails
 holds the others up."""
 
 from __future__ import annotations
@@ -178,33 +178,33 @@ def die_after_handing_in() -> None:
 
 
 def die_before_meeting() -> None:
-    from ringdp.elastic import job
+    from ringdp.elastic.board import Met
 
-    job.Met = lambda *_: os._exit(7)  # type: ignore[assignment, misc]
+    Met.__init__ = lambda *_: os._exit(7)  # type: ignore[method-assign]
 
 
 def die_after_meeting() -> None:
     from ringdp.elastic.board import Met
 
-    Met.prepare = lambda *_: os._exit(7)  # type: ignore[assignment]
+    Met.prepare = lambda *_: os._exit(7)  # type: ignore[method-assign]
 
 
 def die_when_entering() -> None:
     from ringdp import _C
 
-    _C.enter_world = lambda *_: os._exit(7)  # type: ignore[assignment]
+    _C.enter_world = lambda *_: os._exit(7)
 
 
 def die_in_the_transfer() -> None:
     from ringdp.elastic import transfer
 
-    transfer._place_for = lambda *_: os._exit(7)  # type: ignore[assignment]
+    transfer._place_for = lambda *_: os._exit(7)
 
 
 def die_before_the_first_step() -> None:
     from ringdp.elastic.job import Job
 
-    Job._begin_again = lambda *_: os._exit(7)  # type: ignore[method-assign, assignment]
+    Job._begin_again = lambda *_: os._exit(7)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

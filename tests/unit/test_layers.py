@@ -68,13 +68,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"errors", "refusals", "config", "job", "compression", "hooks", "_C"},
     "nn": {"errors", "values", "text", "job", "kvstore", "_C"},
     "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
+    "elastic": {"", "errors", "values", "text", "config", "job", "data", "ddp", "_C"},
     "script": {"errors", "values", "config", "job", "data", "ddp"},
     "launcher": {"", "_early", "errors", "stories", "refusals", "config", "diagnosis"},
     "launch": {"launcher", "job"},
     "_autoload": {"job"},
     # The face names what is public, and loads it when it is used.
     "__init__": {"_early", "errors", "job", "compression", "hooks", "ddp", "diagnosis", "amp", "metrics", "checkpoint"}
-    | {"data", "kvstore", "nn", "rounds", "script", "_autoload", "_build", "testing"},
+    | {"data", "elastic", "kvstore", "nn", "rounds", "script", "_autoload", "_build", "testing"},
 }
 # May import anything; nothing may import them.
 TOPMOST = {"__main__", "tools", "testing", "integrations"}
