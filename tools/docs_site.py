@@ -57,6 +57,7 @@ PLACES = {"launch": "ringdp.job.local_ranks.launch"}
 API: dict[str, list[str]] = {
     "ringdp": [],
     "ringdp.data": [],
+    "ringdp.elastic": [],
     "ringdp.metrics": [],
     "ringdp.checkpoint": [],
     "ringdp.compression": [],

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import os
+import socket
 import stat
 import sys
 import time
@@ -35,6 +36,7 @@ _START = "ringdp/elastic"  # the key of the newest start of the job: its number,
 _ADMITS = "admits"
 _FIRST_NOTICE_S = 10.0
 _PAUSE_S = 0.02
+_LISTENER_S = 5.0  # for the store of a job to answer, where a newcomer expects it
 
 
 @dataclasses.dataclass
@@ -187,6 +189,7 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
     global _origin
     where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
     try:
+        _await_listener(host, port)
         store: Store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
         while True:
             waited_s = time.monotonic() - asked
@@ -206,11 +209,25 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
                 _log.warning("waits for the job at %s to let newcomers in (ringdp.elastic.Job)", where)
                 notice_s *= 2
             time.sleep(_PAUSE_S)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        if isinstance(error, HandshakeError):
+            raise
         raise HandshakeError(
             f"there is no job at {where}: is it over, or is that not the address of its store (--rdzv-endpoint, or"
             f" MASTER_ADDR:MASTER_PORT of its ranks)? {error}"
         ) from error
+
+
+def _await_listener(host: str, port: int) -> None:
+    """TCPStore would try as long as its operations may take. Raises OSError."""
+    end = time.monotonic() + _LISTENER_S
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=_LISTENER_S).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def _job_store(store: Store, name: str, where: str, timeout: timedelta) -> Store:

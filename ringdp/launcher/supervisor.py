@@ -269,6 +269,7 @@ class Supervisor:
             ranks = tuple(logs if one.rank == logs.rank else one for one in self._started.ranks)
             self._started = dataclasses.replace(self._started, ranks=ranks)
             self._display.replaced(logs, len(ranks))
+            self._lost[logs.rank] = f"{self._lost.get(logs.rank, 'died')}, replaced"
         where = f", its log in {Path(logs.stdout).parent}" if self._folder.kept else ""
         self._console.lines("stderr", [f"ringrun: another process takes the place of rank {logs.rank}{where}"])
 

@@ -370,9 +370,9 @@ CASE("a decision names what counts and what is made again, the same for all, and
   };
   CHECK(
       says("rank 1 (host n1, pid 7) was lost (it was killed); 2 of 3 ranks go on, numbered from 0, as view 2; "
-           "step 6 was made again without the part of rank 1: its batch is in no step; "));
+           "step 6 was made again without the part of rank 1: its batch is not in it; "));
   change.lost_weight = 1048577;
-  CHECK(says("without the part of rank 1: its batch, of weight 1048577, is in no step; "));
+  CHECK(says("without the part of rank 1: its batch, of weight 1048577, is not in it; "));
   CHECK(change.log_line(/*made=*/false).find("; step 6 is made again without") != std::string::npos);
   change.decision.counted = "step 5";
   CHECK(says("as view 2; step 5 counts, with the part of rank 1; step 6 was made again without"));
@@ -382,7 +382,7 @@ CASE("a decision names what counts and what is made again, the same for all, and
   CHECK(says("as view 2; nothing was under way; 0."));
   change.decision = again;
   change.lost = {0, 1, 4};
-  CHECK(says("without the parts of ranks 0, 1 and 4: their batches, of weight 1048577 together, are in no step; "));
+  CHECK(says("without the parts of ranks 0, 1 and 4: their batches, of weight 1048577 together, are not in it; "));
 }
 
 }  // namespace ringdp::testing

@@ -98,7 +98,7 @@ def test_one_line_says_what_was_lost_and_what_became_of_the_step(tmp_path: Path)
     (line,) = changes(told)
     found = re.fullmatch(
         r"rank 1 \(host \S+, pid \d+\) was lost \(.+\); 2 of 3 ranks go on, numbered from 0, as view 2; step 2 was"
-        r" made again without the part of rank 1: its batch is in no step",
+        r" made again without the part of rank 1: its batch is not in it",
         line,
     )
     assert found, line
@@ -115,7 +115,7 @@ def test_the_line_says_which_step_has_the_part_of_the_lost_ranks(tmp_path: Path)
             found = re.search(
                 rf"as view \d(; step 2 counts, with {theirs.format('with')})?"
                 rf"(; step 3 (?P<tense>is|was) made again without {theirs.format('without')}: "
-                r"(its batch is|their batches are) in no step)?; [0-9.]+ s$",
+                r"(its batch is|their batches are) not in it)?; [0-9.]+ s$",
                 line,
             )
             assert found, line

@@ -26,7 +26,7 @@ def compare(folder: Path, faults: Faults, world: int = 3, **options: Any) -> lis
 def test_two_of_which_one_feeds_the_other(tmp_path: Path, phase: str) -> None:
     (line,) = compare(tmp_path, Faults().kill(1, 2, phase))
     if phase in INSIDE:
-        assert "; step 3 was made again without the part of rank 1: its batch is in no step" in line
+        assert "; step 3 was made again without the part of rank 1: its batch is not in it" in line
 
 
 SHAPES = {

@@ -76,6 +76,7 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
         r"ringrun: rank 0 on host \S+ was killed by SIGKILL .*; the other ranks go on without it; log:", job.err
     )
     assert "raised ValueError: a sample of another size; the other ranks go on without it" in job.err
+    assert "takes the place" not in job.err  # its script lets nobody in
     assert re.search(
         r"ringrun: finished after .* and 12 steps without rank 0 \(SIGKILL\), rank 2 \(ValueError\), lost on the way,",
         job.err,

@@ -59,7 +59,7 @@ std::string ViewChange::batch() const {
   out.precision(std::numeric_limits<double>::digits10);
   out << (several ? "their batches" : "its batch");
   if (lost_weight) out << ", of weight " << *lost_weight << (several ? " together," : ",");
-  out << (several ? " are" : " is") << " in no step";
+  out << (several ? " are" : " is") << " not in it";
   return out.str();
 }
 

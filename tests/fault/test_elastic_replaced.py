@@ -1,0 +1,127 @@
+"""Launchers of elastic jobs: they replace ranks that die, and start ranks that join from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault.launch_jobs import Job, script, wait_until
+from tests.helpers import free_port
+from tests.train.harness import ring_is_built
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+TRAIN = """
+    import os, signal, sys, time
+    import torch
+    import ringdp
+
+    ringdp.init(device="cpu")
+    first = "RINGDP_JOIN" not in os.environ
+    torch.manual_seed(1)
+    model = ringdp.RingDP(torch.nn.Linear(10, 1), weight="samples")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    job = ringdp.elastic.Job(model, optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(240, 10), torch.randn(240, 1))
+    loader = job.loader(data, global_batch=12)
+    for epoch in job.epochs(1000):
+        for x, y in loader:
+            if first and ringdp.rank() == 1 and job.step == 3 and "kill" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not first and "again" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+        done = ringdp.metrics.mean(float(not first or (job.step > 200 and "again" in sys.argv)))
+        if done > 0:
+            job.close()
+            break
+    print(f"rank {ringdp.rank()} of {ringdp.world_size()}: {float(model.module.weight.sum()).hex()}", flush=True)
+"""
+
+
+def ends(job: Job) -> set[str]:
+    return set(re.findall(r"rank \d of 3: (\S+)", job.out))
+
+
+def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
+    job = Job(folder, *arguments)
+    jobs.append(job)
+    return job
+
+
+def test_a_rank_that_was_killed_is_replaced(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, TRAIN), "kill")
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    assert "was killed by SIGKILL" in job.err
+    assert re.search(r"ringrun: another process takes the place of rank 1, its log in \S+/1-2\n", job.err), job.err
+    assert re.search(r"ringdp: step \d+: rank 3 joined: 3 ranks go on as view 3; 0\.\d+ s", job.err), job.err
+    assert re.search(r"finished after .* without rank 1 \(SIGKILL, replaced\), lost on the way", job.err), job.err
+    assert job.out.count(" of 3: ") == 3
+    assert len(ends(job)) == 1
+
+
+def test_one_that_fails_in_the_same_way_again_is_not_replaced_again(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--elastic", "-n", "2", "--console", "all", script(tmp_path, TRAIN), "kill", "again")
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    assert job.err.count("another process takes the place of rank 1") == 1
+    assert "ringrun: rank 1: its replacement has ended in the same way within 60 s, so it gets no other one" in job.err
+
+
+def test_nothing_takes_the_place_of_a_rank_where_that_is_not_wanted(tmp_path: Path, jobs: list[Job]) -> None:
+    text = TRAIN.replace("not first or", "job.step > 40 or")
+    arguments = ["--elastic", "--max-replacements", "0", "-n", "2", script(tmp_path, text), "kill"]
+    job = run(jobs, tmp_path, *arguments)
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    assert "takes the place" not in job.err
+
+
+def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("ab" * 32)
+    secret.chmod(0o600)
+    endpoint = f"127.0.0.1:{free_port()}"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    common = ["--secret-file", str(secret), "--console", "all"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "here"]
+    program = script(tmp_path, TRAIN)
+    first = run(jobs, tmp_path / "first", "--elastic", "-n", "2", *common, *meeting, program)
+    wait_until(lambda: "ranks 0-1 of 2" in first.err, "the first ranks")
+    second = run(jobs, tmp_path / "second", "--join", endpoint, "-n", "1", *common, program)
+    for job in (first, second):
+        job.wait(60)
+        assert job.process.returncode == 0, job.err
+    assert "joined as rank 2 of 3" in second.err
+    assert ends(first) == ends(second)
+    assert len(ends(first)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--join", "node1"], "--join 'node1' is no HOST:PORT"),
+        (["--join", "node1:29400", "--nnodes", "2"], "--join names the job"),
+        (["--elastic", "--nnodes", "1:2"], "needs --rdzv-backend c10d"),
+        (["--elastic", "--max-replacements", "-1"], "a number from 0 on"),
+    ],
+)
+def test_flags_that_cannot_be(tmp_path: Path, jobs: list[Job], arguments: list[str], words: str) -> None:
+    job = run(jobs, tmp_path, *arguments, script(tmp_path, TRAIN))
+    job.wait(30)
+    assert job.process.returncode == 2
+    assert words in job.err
+
+
+def test_nobody_is_at_the_address(tmp_path: Path, jobs: list[Job]) -> None:
+    job = run(jobs, tmp_path, "--join", f"127.0.0.1:{free_port()}", "-n", "1", script(tmp_path, TRAIN))
+    job.wait(60)
+    assert job.process.returncode == 1
+    assert "there is no job at 127.0.0.1:" in job.err
