@@ -3,7 +3,7 @@
     python examples/come_and_go.py                                          one process
     ringrun --elastic -n 4 examples/come_and_go.py --kill 20                rank 1 kills itself in step 20, and is replaced
     ringrun --elastic -n 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 --secret-file secret examples/come_and_go.py
-    ringrun --join node1:29400 --secret-file secret -n 2 examples/come_and_go.py           ... and two more ranks come
+    ringrun --join node1:29400 --secret-file secret -n 2 examples/come_and_go.py      and two more ranks come
 
 Three lines of the script are about it: those with `job`. Each sample of an epoch is in one step, whoever has it.
 """

@@ -26,6 +26,7 @@ from ringdp.config import threads
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import OtherNodeFailed
 from ringdp.launcher.replacements import Replacements
 from ringdp.launcher.stopped import StoppedRanks
@@ -142,13 +143,16 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures, stopped)))
 
+    def say(line: str) -> None:
+        messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
+
     def replacing(most: int) -> elastic.Replacing:
         def started(logs: RankLogs) -> None:
             of_this_attempt[:] = [logs if one.rank == logs.rank else one for one in of_this_attempt]
             messages.post(orders.status_fd, messages.Replaced(logs=logs))
 
         def none(rank: int, why: str) -> None:
-            messages.post(orders.status_fd, messages.Waiting(lines=(f"rank {rank}: {why}",)))
+            say(f"rank {rank}: {why}")
 
         return elastic.Replacing(replacements=Replacements(most), started=started, none=none)
 
@@ -178,6 +182,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         elsewhere=elsewhere,
         lost=lost if args.elastic else None,
         stopped=stopped,
+        notice=None if args.notice_cmd is None else Notice(args.notice_cmd, say),
         replacing=None if not args.max_replacements else replacing(args.max_replacements),
     )
     notify_nodes.append(gone)

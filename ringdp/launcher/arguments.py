@@ -232,6 +232,15 @@ def get_parser() -> argparse.ArgumentParser:
         "on without it. Without this they wait for it.",
     )
     group.add_argument(
+        "--notice-cmd",
+        "--notice_cmd",
+        action=env,
+        default=None,
+        metavar="COMMAND",
+        help="With --elastic: a shell command that ends with exit code 0 when this host is about to be taken away. The "
+        "ranks of this host then leave the job.",
+    )
+    group.add_argument(
         "--join",
         action=env,
         default=None,
@@ -356,6 +365,8 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
                 "--join names the job, and this launcher starts the ranks of this host alone: leave out --nnodes,"
                 " --rdzv-endpoint, --rdzv-backend, -H and --hostfile"
             )
+    if args.notice_cmd is not None and not args.elastic:
+        raise ValueError("--notice-cmd needs --elastic")
     if not args.elastic:
         return
     refused = []

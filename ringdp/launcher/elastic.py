@@ -18,6 +18,7 @@ from torch.distributed.launcher import api
 from ringdp.config import ELASTIC_MARK
 from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
+from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import End
 from ringdp.launcher.replacements import Replacements
 from ringdp.launcher.stopped import StoppedRanks
@@ -64,6 +65,7 @@ def report_to(
     lost: Callable[[Mapping[int, ProcessFailure]], None] | None = None,
     stopped: StoppedRanks | None = None,
     replacing: Replacing | None = None,
+    notice: Notice | None = None,
 ) -> Callable[[str], None]:
     """Have the agent of this process call these; torch.distributed.launcher makes it.
 
@@ -75,6 +77,7 @@ def report_to(
         lost: is given the lost ranks, without which the others go on; None: no rank goes on without another.
         stopped: ends ranks that are stopped for too long; None: they are waited for.
         replacing: starts other processes in the place of lost ranks; None: nobody does.
+        notice: lets this host's ranks leave; None: nothing does.
 
     Returns:
         A function to call when this process is about to end before the agent has: publishes the reason to the other
@@ -121,6 +124,8 @@ def report_to(
                 result: RunResult = super().run(*args, **named)
                 return result
             finally:  # its own ranks are ended first
+                if notice is not None:
+                    notice.end()
                 if self._others is not None:
                     self._others.flush()
 
@@ -202,6 +207,8 @@ def report_to(
             codes = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
             dead = {local: code for local, code in codes.items() if code not in (None, 0)}
             running = [local for local, code in codes.items() if code is None]
+            if notice is not None:
+                notice.look([context.subprocess_handlers[local].proc.pid for local in running])
             replaced = replacing.replacements.replaced if replacing is not None else lambda _: False
             if (not dead and stopped is None) or not all(replaced(one) or _goes_on(context, one) for one in running):
                 return None  # as ever

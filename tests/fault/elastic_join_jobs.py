@@ -87,6 +87,8 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
             joined=it.joined,
             seconds=it.seconds,
             print=fingerprint(model, optimizer),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=len(os.listdir("/proc/self/task")),
         )
         path = Path(folder) / f"state_{it.step}_{it.now}.pt"
         if ringdp.rank() == 0 and not it.lost:

@@ -4,6 +4,8 @@ holds the others up."""
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -263,3 +265,65 @@ def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs]) -> No
     )
     job.check_each_sample_once()
     run_scripted(job)
+
+
+# For hours.
+
+
+@pytest.mark.slow
+def test_two_hundred_come_and_leave_and_nothing_is_left_of_them(made: Callable[..., Jobs]) -> None:
+    job = made(step_s=0.005)
+    job.start(3)
+    chance = random.Random(3)
+    members = job.pids()
+    first = members[0]
+    for _ in range(100):
+        newcomer = job.join()
+        job.until(lambda newcomer=newcomer: job.events("begins", newcomer))
+        members.append(newcomer)
+        leaver = chance.choice(members[1:])
+        job.leave(leaver)
+        assert job.code(leaver) == 0
+        members.remove(leaver)
+    job.wait()
+    job.check_replicas()
+    job.check_each_sample_once()
+    changes = job.events("change", first)
+    assert len(changes) == 200
+    for what in ("descriptors", "threads"):
+        of_four = [it[what] for it in changes if it["now"] == 3]
+        assert max(of_four[-20:]) <= max(of_four[:20]) + 1, of_four
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_kills_comings_and_leavings_at_random(made: Callable[..., Jobs], seed: int) -> None:
+    """Whatever dies, and wherever: the others have the same bits, and the job goes on."""
+    job = made(step_s=0.01, **[{}, {"ringdp": {"compression": "topk"}}, {"accumulate": 2}][seed % 3])
+    job.start(3)
+    chance = random.Random(seed)
+    job.until_step(2)
+    dead: dict[int, int] = {}
+    for _ in range(25):
+        members = [pid for pid in job.pids() if job.events("begins", pid)]
+        what = chance.choice(["join", "join", "leave", "kill", "kill a newcomer"])
+        if what == "join" and len(job.pids()) < 6:
+            job.join()
+        elif what == "leave" and len(members) > 2:
+            job.leave(chance.choice(members))
+        elif what == "kill" and len(members) > 2:
+            victim = chance.choice(members)
+            job.kill(victim)
+            dead[victim] = -9
+        elif what == "kill a newcomer" and len(job.pids()) > len(members):
+            victim = chance.choice([pid for pid in job.pids() if pid not in members])
+            job.kill(victim)
+            dead[victim] = -9
+        time.sleep(chance.choice([0.05, 0.3, 1.0]))
+    step = max(it["step"] for it in job.events("begins"))
+    job.until_step(step + 12)
+    for process in job.processes:
+        if dead.get(int(process.pid)) is not None and process.exitcode == 0:
+            dead[int(process.pid)] = 0  # it had left before
+    job.wait(dead=dead)
+    job.check_replicas()

@@ -104,6 +104,18 @@ def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> No
     assert len(ends(first)) == 1
 
 
+def test_a_notice_lets_the_ranks_of_a_host_leave(tmp_path: Path, jobs: list[Job]) -> None:
+    text = TRAIN.replace("not first or", "False or")
+    wait = f"while [ ! -e {tmp_path}/notice ]; do sleep 0.1; done"
+    job = run(jobs, tmp_path, "--elastic", "-n", "2", "--console", "all", "--notice-cmd", wait, script(tmp_path, text))
+    wait_until(lambda: "ringdp:" in job.err, "the first report")
+    (tmp_path / "notice").touch()
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    assert "ringrun: --notice-cmd has ended: this host's ranks leave the job" in job.err
+    assert "of 2:" not in job.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
