@@ -159,7 +159,7 @@ class Jobs:
         self.folder, self._epochs, self._options = folder, epochs, options
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "ringdp", "ringdp.elastic", __name__])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "ringdp.elastic", "ringdp._C", __name__])
         self._context = context
         self.processes: list[Any] = []
         secret = folder / "secret"
@@ -193,11 +193,11 @@ class Jobs:
 
     def events(self, kind: str = "", pid: int = 0) -> list[dict[str, Any]]:
         found = []
-        for path in sorted(self.folder.glob("[0-9]*.jsonl")):
+        for path in sorted(self.folder.glob(f"{pid or '[0-9]*'}.jsonl")):
             for line in path.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # half a line
                     found.append(json.loads(line))
-        return [it for it in found if kind in ("", it["kind"]) and pid in (0, it["pid"])]
+        return [it for it in found if kind in ("", it["kind"])]
 
     def until(self, what: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
         end = time.monotonic() + limit_s

@@ -271,6 +271,7 @@ def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_hundred_come_and_leave_and_nothing_is_left_of_them(made: Callable[..., Jobs]) -> None:
     job = made(step_s=0.005)
     job.start(3)
@@ -296,6 +297,7 @@ def test_two_hundred_come_and_leave_and_nothing_is_left_of_them(made: Callable[.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(6))
 def test_kills_comings_and_leavings_at_random(made: Callable[..., Jobs], seed: int) -> None:
     """Whatever dies, and wherever: the others have the same bits, and the job goes on."""
