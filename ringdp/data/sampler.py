@@ -312,6 +312,9 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 watched.forward_begins()
                 if watched.begins_batch and self._next in self._drawn:
                     self._next += 1
+                drawn = self._drawn.get(self._next - 1)
+                if drawn is not None and drawn.samples == 0:
+                    watched.count_nothing()
             if self._elastic:
                 self._follow_members(watched.members())
             self._agreement.step(watched.steps, self._committed, self._checksum, self._speed, self._work)
@@ -488,6 +491,12 @@ class _Watched:
         self._forward += 1
         if self.begins_batch:
             self._began_ns = monotonic_ns()
+
+    def count_nothing(self) -> None:
+        """In the forward that begins, where the ranks have weights."""
+        model = self._model()
+        if model is not None and "weight" in model.ringdp_features.settings():
+            model.set_weight(0.0)
 
     def repeat_batch(self) -> None:
         model = self._model()

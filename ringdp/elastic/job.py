@@ -179,7 +179,7 @@ class Job:
 
         Each sample of an epoch is in exactly one step that counts, or a line of the log says how many are in none. The
         batches of an epoch are the same for any number of ranks; give RingDP ``weight="samples"`` where the ranks'
-        parts may be unequal.
+        parts may be unequal. A rank for which a batch has no sample gets the dataset's first one, with weight 0.
 
         Args:
             dataset, global_batch, seed, shuffle, drop_last, limits, cost: of `ringdp.data.BalancedSampler`.

@@ -37,7 +37,8 @@ class _Noted(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._sampler:
             self.samples.append(batch)
-            yield batch
+            # Collate functions do not know empty batches. The sampler gives this one no weight.
+            yield batch or [0]
 
     def __len__(self) -> int:
         return len(self._sampler)

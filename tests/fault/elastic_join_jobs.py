@@ -30,9 +30,9 @@ LIMIT_S = 30.0
 Plan = Callable[["Jobs"], None]
 
 
-def net(width: int = 24) -> torch.nn.Module:
+def net(width: int = 24, norm: str = "BatchNorm1d") -> torch.nn.Module:
     torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3))
+    return torch.nn.Sequential(torch.nn.Linear(8, width), getattr(torch.nn, norm)(width), torch.nn.Linear(width, 3))
 
 
 def data() -> torch.utils.data.TensorDataset:
@@ -61,12 +61,12 @@ class Book:
 
 
 def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
-    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), accumulate, loader, job, width,
+    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), accumulate, loader, job, net (its arguments),
     step_s, forever."""
     book = Book(Path(folder))
     logging.getLogger("ringdp").addHandler(_Told(book))
     ringdp.init(device="cpu")
-    model = ringdp.RingDP(net(options.get("width", 24)), **{"weight": "samples", **options.get("ringdp", {})})
+    model = ringdp.RingDP(net(*options.get("net", ())), **{"weight": "samples", **options.get("ringdp", {})})
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
     job = ringdp.elastic.Job(model, optimizer, scheduler, **options.get("job", {}))
@@ -290,7 +290,7 @@ class Jobs:
 
 def scripted(state: str | None, steps: list[list[list[int]]], options: Mapping[str, Any]) -> str:
     """One rank of a job without elasticity that makes these steps: by step and rank, the samples. Its fingerprint."""
-    model = ringdp.RingDP(net(options.get("width", 24)), **{"weight": "samples", **options.get("ringdp", {})})
+    model = ringdp.RingDP(net(*options.get("net", ())), **{"weight": "samples", **options.get("ringdp", {})})
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
     if state is not None:
