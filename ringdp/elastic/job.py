@@ -200,6 +200,8 @@ class Job:
                 f'Job.loader: balance is "equal" or "speed", for any number of ranks, not {balance!r}'
             )
 
+        allowed = Limits(least=0) if limits is None else limits  # there may be more ranks than samples
+
         def sampler() -> BalancedSampler:
             return BalancedSampler(
                 dataset,
@@ -208,12 +210,12 @@ class Job:
                 shuffle=shuffle,
                 drop_last=drop_last,
                 balance=balance,
-                limits=limits,
+                limits=allowed,
                 cost=cost,
                 group=self._group,
             )
 
-        split = f"balance: {balance}, limits: {limits}, cost: {'given' if cost else 'none'}"
+        split = f"balance: {balance}, limits: {allowed}, cost: {'given' if cost else 'none'}"
         made = Loader(self, dataset, sampler, split, arguments)
         self._loaders.append(made)
         return made
