@@ -186,7 +186,9 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
     global _origin
     where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
     try:
-        store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+        connect = min(timeout, timedelta(seconds=_FIRST_NOTICE_S))
+        store = TCPStore(host, port, None, False, timeout=connect, wait_for_workers=False)
+        store.set_timeout(timeout)
         while True:
             waited_s = time.monotonic() - asked
             store = _job_store(store, name, where, timeout)

@@ -70,6 +70,7 @@ def test_ranks_come_and_leave_and_each_step_is_that_of_a_scripted_job(made: Call
     run_scripted(job)
     joined = [it for it in job.events("change") if it["joined"]]
     assert all(it["seconds"] < 2.0 for it in joined), joined
+    assert len(joined) == sum(it["now"] for it in {it["step"]: it for it in joined}.values()), "newcomers are told, too"
 
 
 def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[..., Jobs]) -> None:
@@ -97,6 +98,7 @@ def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[...,
         {"loader": {"num_workers": 2}},
         {"loader": {"balance": "speed"}},
         {"ringdp": {"guard": 5}},
+        {"validate": True},
     ],
     ids=str,
 )
@@ -111,7 +113,9 @@ def test_a_newcomer_fits_into_what_the_job_uses(made: Callable[..., Jobs], optio
     job.until_ranks(2)
     assert len(job.wait()) == 2
     job.check_replicas()
-    if "accumulate" not in options:
+    if "validate" in options:
+        assert {it["validated"] * it["ranks"] for it in job.events("epoch")} == {jobs.SAMPLES}
+    elif "accumulate" not in options:
         job.check_each_sample_once()
 
 
@@ -163,6 +167,21 @@ def test_another_program_is_refused_with_both_values(
     assert len(told) == 1
     assert words in told[0]
     job.check_each_sample_once()
+
+
+def test_nonsense_in_the_store_and_a_full_disk_hold_nobody_up(made: Callable[..., Jobs]) -> None:
+    job = made(audit="/dev/full")
+    job.start(2)
+    job.until_step(2)
+    for key, value in {"ticket/1": "x" * 10**6, "ticket/2": "[1]", "world/7": '{"number": "x"}', "worlds/latest": "7"}.items():
+        job.store.set(f"ringdp/elastic/0/{key}", value)
+    job.store.add("ringdp/elastic/0/tickets", 2)
+    later = job.join()
+    job.until(lambda: job.events("begins", later))
+    assert [it["ranks"] for it in job.wait()] == [3, 3, 3]
+    texts = [it["text"] for it in job.events("log")]
+    assert texts.count("a newcomer cannot join: its ticket cannot be read") == 2
+    assert len([it for it in texts if "writes no more lines to /dev/full: No space left" in it]) == 3
 
 
 def die_after_handing_in() -> None:
