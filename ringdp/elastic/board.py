@@ -136,6 +136,10 @@ class Board:
         view, left = map(int, text.split())
         return view, left
 
+    def confirm(self, world: World, ticket: int) -> None:
+        """This newcomer is ready to go on in it."""
+        self.store.set(f"world/{world.number}/ready/{ticket}", "")
+
     def over(self) -> bool:
         """The training has ended."""
         return self.store.check(["over"])
@@ -171,6 +175,10 @@ class Board:
 
     def given_up(self, world: World) -> bool:
         return self.store.check([f"world/{world.number}/failed"])
+
+    def confirmed(self, world: World) -> bool:
+        """All its newcomers are ready."""
+        return self.store.check([f"world/{world.number}/ready/{ticket}" for ticket in world.tickets])
 
     def enter(self, world: World, view: int, left: int) -> None:
         self.store.set(f"world/{world.number}/entry", f"{view} {left}")

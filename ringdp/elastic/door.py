@@ -19,7 +19,9 @@ _log = logging.getLogger("ringdp.elastic")
 LOOK_S = 0.05
 """Between two looks at the board."""
 ALIVE_S = 2.0
-"""A newcomer whose count has not gone on for so long has died."""
+"""A newcomer whose count has not gone on for so long has died, or is stopped: the members do not meet it."""
+GONE_S = 60.0
+"""And it is not let in any more."""
 TOGETHER_S = 0.2
 """Newcomers that come within so long of each other are let in together."""
 MOST_FAILURES = 5
@@ -44,7 +46,8 @@ class Door:
         self._board = Board(origin)  # the thread's
         self._own = Board(origin)
         self._held = threading.Lock()
-        self._ready: World | None = None
+        self._met: World | None = None  # the group is prepared for it
+        self._ready: World | None = None  # that one, once its newcomers are ready, too
         self._tried = 0  # the number of the last world that this rank has tried to meet
         self._seen: dict[int, tuple[int, float]] = {}  # by ticket: its count, and when that went on
         self._first_s: dict[int, float] = {}  # by ticket: when it was seen first
@@ -79,7 +82,7 @@ class Door:
     def entered(self, world: World, view: int, left: int) -> None:
         """The members go on in it, as that view."""
         self._own.enter(world, view, left)
-        self._ready = None
+        self._met = self._ready = None
         self._done.update(world.tickets)
 
     # The thread.
@@ -140,8 +143,11 @@ class Door:
             count, since_s = self._seen.get(ticket, (-1, now_s))
             if (life := self._board.life(ticket)) != count:
                 self._seen[ticket] = (life, now_s)
-            elif now_s - since_s > ALIVE_S:
+            elif now_s - since_s > GONE_S:
+                self._board.refuse(ticket, f"it has shown no life for {GONE_S:g} s")
                 self._done.add(ticket)
+                continue
+            elif now_s - since_s > ALIVE_S:
                 continue
             said = self._board.ticket(ticket)
             difference = "its ticket cannot be read" if said is None else said.difference(self._mine())
@@ -154,6 +160,9 @@ class Door:
         return waiting
 
     def _follow(self) -> None:
+        with self._held:
+            if self._met is not None and self._ready is None and self._board.confirmed(self._met):
+                self._ready = self._met
         latest = self._board.latest()
         if latest is None or latest.number <= self._tried or latest.view != elastic.view_of(self._group):
             return
@@ -169,7 +178,7 @@ class Door:
             return
         with self._held:
             met.prepare(self._group)
-            self._ready = latest
+            self._met, self._ready = latest, None
 
 
 class Alive:

@@ -541,6 +541,7 @@ class Job:
                 continue
             if met is None or where.entry(met) is None:
                 meeting.prepare(self._group)
+                where.confirm(world, ticket)
                 met = world
         return None
 

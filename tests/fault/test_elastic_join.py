@@ -4,6 +4,8 @@ holds the others up."""
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -173,7 +175,12 @@ def test_nonsense_in_the_store_and_a_full_disk_hold_nobody_up(made: Callable[...
     job = made(audit="/dev/full")
     job.start(2)
     job.until_step(2)
-    for key, value in {"ticket/1": "x" * 10**6, "ticket/2": "[1]", "world/7": '{"number": "x"}', "worlds/latest": "7"}.items():
+    for key, value in {
+        "ticket/1": "x" * 10**6,
+        "ticket/2": "[1]",
+        "world/7": '{"number": "x"}',
+        "worlds/latest": "7",
+    }.items():
         job.store.set(f"ringdp/elastic/0/{key}", value)
     job.store.add("ringdp/elastic/0/tickets", 2)
     later = job.join()
@@ -247,6 +254,50 @@ def test_a_newcomer_that_dies_holds_nobody_up(made: Callable[..., Jobs], before:
     job.until(lambda: job.events("begins", later))
     ends = job.wait(dead={pid: 7})
     assert [it["ranks"] for it in ends] == [3, 3, 3]
+    job.check_replicas()
+
+
+def stop_before_meeting() -> None:
+    from ringdp.elastic import job
+
+    met = job.Met
+
+    def meet(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return met(*given)
+
+    job.Met = meet  # type: ignore[assignment, misc]
+
+
+def stop_after_meeting() -> None:
+    from ringdp.elastic.board import Met
+
+    prepare = Met.prepare
+
+    def then_prepare(self: Met, group: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        prepare(self, group)
+
+    Met.prepare = then_prepare  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [stop_before_meeting, stop_after_meeting])
+def test_a_newcomer_that_is_stopped_holds_nobody_up_and_joins_later(
+    made: Callable[..., Jobs], before: Callable[[], None]
+) -> None:
+    job = made()
+    job.start(2)
+    job.until_step(2)
+    pid = job.join(before)
+    job.until(lambda: "T" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    step = max(it["step"] for it in job.events("begins"))
+    time.sleep(3.0)  # longer than a newcomer may show no life
+    job.until_step(step + 40)
+    job.kill(pid, signal.SIGCONT)
+    job.until_ranks(3)
+    assert max(it["seconds"] for it in job.events("change")) < 2.0
+    job.wait()
     job.check_replicas()
 
 
