@@ -258,7 +258,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             self._watched = None
 
     def end_pass(self) -> None:
-        """What is drawn and not trained is for no forward any more: those that follow are of another loader's batches."""
+        """What is drawn and not trained is for no forward any more: those that follow are of other loaders' batches."""
         with self._lock:
             self._settle()
             for index in [index for index in self._drawn if index >= self._next]:

@@ -105,8 +105,8 @@ class Job:
         max_ranks: nobody is let in beyond so many; None: no limit.
 
     Raises:
-        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the job is elastic, and
-            the RingDP averages over some of the ranks, or newcomers cannot be sent a part's state.
+        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the job is elastic,
+            and the RingDP averages over some of the ranks, or newcomers cannot be sent a part's state.
     """
 
     def __init__(self, *parts: Any, min_ranks: int = 1, max_ranks: int | None = None) -> None:
@@ -123,8 +123,8 @@ class Job:
                 )
             if lasts and (wrong := transfer.cannot_carry(part.state_dict())) is not None:
                 raise InvalidArgumentError(
-                    f"{who}: newcomers cannot be sent the state of a {type(part).__name__}, only tensors, numbers, text,"
-                    f" and lists and dicts of them: {wrong}"
+                    f"{who}: newcomers cannot be sent the state of a {type(part).__name__}, only tensors, numbers,"
+                    f" text, and lists and dicts of them: {wrong}"
                 )
         values.whole(who, "min_ranks", min_ranks, 1)
         if max_ranks is not None:
@@ -233,8 +233,8 @@ class Job:
             self._door.close(over=True)
 
     def on_change(self, call: Callable[[Change], Any]) -> Callable[[Change], Any]:
-        """Call `call(change)` on all ranks after the members have changed, before the next batch; a decorator. Newcomers
-        have the state then, and call it, too."""
+        """Call `call(change)` on all ranks after the members have changed, before the next batch; a decorator.
+        Newcomers have the state then, and call it, too."""
         self._callbacks.append(call)
         return call
 
