@@ -1,7 +1,7 @@
 """Ranks die, are replaced, come and leave, and the digits are learned all the same.
 
     python examples/come_and_go.py                                          one process
-    ringrun --elastic -n 4 examples/come_and_go.py --kill 20                rank 1 kills itself in step 20, and is replaced
+    ringrun --elastic -n 4 examples/come_and_go.py --kill 20                rank 1 kills itself, and is replaced
     ringrun --elastic -n 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 --secret-file secret examples/come_and_go.py
     ringrun --join node1:29400 --secret-file secret -n 2 examples/come_and_go.py      and two more ranks come
 

@@ -257,6 +257,13 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 self._watched.remove()
             self._watched = None
 
+    def end_pass(self) -> None:
+        """What is drawn and not trained is for no forward any more: those that follow are of other loaders' batches."""
+        with self._lock:
+            self._settle()
+            for index in [index for index in self._drawn if index >= self._next]:
+                del self._drawn[index]
+
     def out_of_memory(self) -> None:
         """Report that the current batch did not fit into this rank's memory: call it where the error is caught.
 

@@ -11,6 +11,7 @@ import dataclasses
 import hmac
 import json
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -91,6 +92,20 @@ class World:
         return len(self.places) - len(self.tickets)
 
 
+_Read = TypeVar("_Read", Ticket, World)
+
+
+def _read(kind: type[_Read], text: str) -> _Read | None:
+    """None: it is not one."""
+    try:
+        made = kind(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    kinds = {"int": int, "str": str, "list": list, "dict": dict}
+    right = ((getattr(made, it.name), str(it.type).partition("[")) for it in dataclasses.fields(kind))
+    return made if all(isinstance(value, kinds[name]) for value, (name, _, _) in right) else None
+
+
 class Board:
     """The keys of one start of the job. Each has a connection of its own; used by one thread at a time."""
 
@@ -121,6 +136,10 @@ class Board:
         view, left = map(int, text.split())
         return view, left
 
+    def confirm(self, world: World, ticket: int) -> None:
+        """This newcomer is ready to go on in it."""
+        self.store.set(f"world/{world.number}/ready/{ticket}", "")
+
     def over(self) -> bool:
         """The training has ended."""
         return self.store.check(["over"])
@@ -131,9 +150,12 @@ class Board:
         """The number of the last ticket; some may not be there yet."""
         return int(self.store.add("tickets", 0))
 
+    def has_ticket(self, number: int) -> bool:
+        return self.store.check([f"ticket/{number}"])
+
     def ticket(self, number: int) -> Ticket | None:
-        text = self.find(f"ticket/{number}")
-        return None if text is None else Ticket(**json.loads(text))
+        """None: it cannot be read."""
+        return _read(Ticket, self.find(f"ticket/{number}") or "")
 
     def life(self, ticket: int) -> int:
         return int(self.store.add(f"alive/{ticket}", 0))
@@ -154,6 +176,10 @@ class Board:
     def given_up(self, world: World) -> bool:
         return self.store.check([f"world/{world.number}/failed"])
 
+    def confirmed(self, world: World) -> bool:
+        """All its newcomers are ready."""
+        return self.store.check([f"world/{world.number}/ready/{ticket}" for ticket in world.tickets])
+
     def enter(self, world: World, view: int, left: int) -> None:
         self.store.set(f"world/{world.number}/entry", f"{view} {left}")
 
@@ -165,7 +191,7 @@ class Board:
     def latest(self) -> World | None:
         number = self.find("worlds/latest")
         text = None if number is None else self.find(f"world/{number}")
-        return None if text is None else World(**json.loads(text))
+        return None if text is None else _read(World, text)
 
 
 class Met:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,9 @@ _log = logging.getLogger("ringdp.elastic")
 LOOK_S = 0.05
 """Between two looks at the board."""
 ALIVE_S = 2.0
-"""A newcomer whose count has not gone on for so long has died."""
+"""A newcomer whose count has not gone on for so long has died, or is stopped: the members do not meet it."""
+GONE_S = 60.0
+"""And it is not let in any more."""
 TOGETHER_S = 0.2
 """Newcomers that come within so long of each other are let in together."""
 MOST_FAILURES = 5
@@ -44,12 +46,15 @@ class Door:
         self._board = Board(origin)  # the thread's
         self._own = Board(origin)
         self._held = threading.Lock()
-        self._ready: World | None = None
+        self._met: World | None = None  # the group is prepared for it
+        self._ready: World | None = None  # that one, once its newcomers are ready, too
         self._tried = 0  # the number of the last world that this rank has tried to meet
         self._seen: dict[int, tuple[int, float]] = {}  # by ticket: its count, and when that went on
         self._first_s: dict[int, float] = {}  # by ticket: when it was seen first
         self._done: set[int] = set()  # tickets that were let in, refused, or whose process has died
         self._failures: dict[int, int] = {}  # by ticket: worlds with it that were given up
+        self._counted = 0  # the number of the last one of these
+        self._trouble = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ringdp-door", daemon=True)
 
@@ -77,7 +82,7 @@ class Door:
     def entered(self, world: World, view: int, left: int) -> None:
         """The members go on in it, as that view."""
         self._own.enter(world, view, left)
-        self._ready = None
+        self._met = self._ready = None
         self._done.update(world.tickets)
 
     # The thread.
@@ -91,19 +96,21 @@ class Door:
             except (dist.DistNetworkError, dist.DistStoreError) as error:
                 _log.debug("the door is shut: %s", error)
                 return
-            except Exception:
-                _log.exception("the door for newcomers is shut, and ranks that come find no way in")
-                return
+            except Exception as error:
+                if (trouble := f"{type(error).__name__}: {error}") != self._trouble:
+                    _log.warning("newcomers cannot be let in: %s", trouble)
+                self._trouble = trouble
 
     def _propose(self) -> None:
-        waiting = self._waiting()
+        view, places = elastic.view_of(self._group), list(elastic.places(self._group))  # in this order
+        waiting = self._waiting(places)
         latest = self._board.latest()
-        view, places = elastic.view_of(self._group), list(elastic.places(self._group))
         if latest is not None and latest.view == view:
             given_up = self._board.given_up(latest)
             if not given_up and all(ticket in waiting for ticket in latest.tickets):
                 return  # it is under way
-            if given_up:
+            if given_up and latest.number > self._counted:
+                self._counted = latest.number
                 self._count_failure(latest)
         waiting = [ticket for ticket in waiting if ticket not in self._done]
         if self._most is not None:
@@ -113,7 +120,9 @@ class Door:
         if waiting and (min(since_s) > TOGETHER_S or max(since_s) > 5 * TOGETHER_S):
             # A number for good: those of the start come first, and tickets are counted over the whole job.
             new = [self._origin.size - 1 + ticket for ticket in waiting]
-            self._board.propose(view, waiting, places + new)
+            with self._held:  # while the members go on in the last one, a newcomer must not turn to another
+                if elastic.view_of(self._group) == view:
+                    self._board.propose(view, waiting, places + new)
 
     def _count_failure(self, world: World) -> None:
         for ticket in world.tickets:
@@ -122,31 +131,38 @@ class Door:
                 self._board.refuse(ticket, f"it could not connect to all ranks, in {failures} tries")
                 self._done.add(ticket)
 
-    def _waiting(self) -> list[int]:
-        """The tickets of processes that live and fit, in their order."""
+    def _waiting(self, members: Collection[int]) -> list[int]:
+        """The tickets of processes that live, fit, and are no members, in their order."""
         now_s = time.monotonic()
         waiting = []
         for ticket in range(1, self._board.handed_in() + 1):
-            if ticket in self._done or (said := self._board.ticket(ticket)) is None:
+            if self._origin.size - 1 + ticket in members:
+                self._done.add(ticket)
+            if ticket in self._done or not self._board.has_ticket(ticket):
                 continue
             count, since_s = self._seen.get(ticket, (-1, now_s))
             if (life := self._board.life(ticket)) != count:
                 self._seen[ticket] = (life, now_s)
-            elif now_s - since_s > ALIVE_S:
+            elif now_s - since_s > GONE_S:
+                self._board.refuse(ticket, f"it has shown no life for {GONE_S:g} s")
                 self._done.add(ticket)
                 continue
-            if (difference := said.difference(self._mine())) is not None:
+            elif now_s - since_s > ALIVE_S:
+                continue
+            said = self._board.ticket(ticket)
+            difference = "its ticket cannot be read" if said is None else said.difference(self._mine())
+            if difference is not None:
                 self._board.refuse(ticket, difference)
                 self._done.add(ticket)
-                _log.warning("%s cannot join: %s", said.who, difference)
-                continue
-            if self._origin.size - 1 + ticket in elastic.places(self._group):
-                self._done.add(ticket)
+                _log.warning("%s cannot join: %s", "a newcomer" if said is None else said.who, difference)
                 continue
             waiting.append(ticket)
         return waiting
 
     def _follow(self) -> None:
+        with self._held:
+            if self._met is not None and self._ready is None and self._board.confirmed(self._met):
+                self._ready = self._met
         latest = self._board.latest()
         if latest is None or latest.number <= self._tried or latest.view != elastic.view_of(self._group):
             return
@@ -162,7 +178,7 @@ class Door:
             return
         with self._held:
             met.prepare(self._group)
-            self._ready = latest
+            self._met, self._ready = latest, None
 
 
 class Alive:

@@ -40,7 +40,7 @@ from ringdp.errors import (
 )
 from ringdp.job import backend, elastic
 from ringdp.job.byte_collectives import all_gather_bytes
-from ringdp.text import number_of_ranks, ranks_by_number
+from ringdp.text import count, number_of_ranks, ranks_by_number
 
 _log = logging.getLogger("ringdp.elastic")
 _SHARE = 0.005  # of the training's time that questions for newcomers may take
@@ -113,8 +113,8 @@ class Job:
         max_ranks: nobody is let in beyond so many; None: no limit.
 
     Raises:
-        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the RingDP averages
-            over some of the ranks, and the job is elastic.
+        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the job is elastic,
+            and the RingDP averages over some of the ranks, or newcomers cannot be sent a part's state.
     """
 
     def __init__(self, *parts: Any, min_ranks: int = 1, max_ranks: int | None = None) -> None:
@@ -122,10 +122,17 @@ class Job:
         models = [part for part in parts if isinstance(part, RingDP)]
         if len(models) != 1:
             raise InvalidArgumentError(f"{who} needs one RingDP among its parts, not {len(models)}")
+        group = self._group = models[0].process_group
+        lasts = elastic.is_elastic(group)
         for part in parts:
             if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
                 raise InvalidArgumentError(
                     f"{who}: a {type(part).__name__} has no state_dict and load_state_dict: a newcomer could not get it"
+                )
+            if lasts and (wrong := transfer.cannot_carry(part.state_dict())) is not None:
+                raise InvalidArgumentError(
+                    f"{who}: newcomers cannot be sent the state of a {type(part).__name__}, only tensors, numbers,"
+                    f" text, and lists and dicts of them: {wrong}"
                 )
         values.whole(who, "min_ranks", min_ranks, 1)
         if max_ranks is not None:
@@ -142,12 +149,10 @@ class Job:
         self._asked = (0, time.monotonic(), 0.0)  # the step of the last question, when it was, and its seconds
         self._leaving: str | None = None
         self._over = False
-        group = self.model.process_group
-        self._group = group
         self._door: Door | None = None
         self._members: tuple[int, ...] = ()
         self._place = 0
-        if not elastic.is_elastic(group):
+        if not lasts:
             return
         if group is not dist.group.WORLD:
             raise InvalidArgumentError(f"{who}: its RingDP averages over a group of some ranks, which nobody can join")
@@ -175,7 +180,8 @@ class Job:
         cost: Callable[[int], float] | None = None,
         **arguments: Any,
     ) -> Loader:
-        """A DataLoader whose global batches are split over the ranks that there are.
+        """A DataLoader whose global batches are split over the ranks that there are. The first one is that of the
+        training: ranks come and go before its batches, and not in the passes of others, such as for a validation.
 
         Each sample of an epoch is in exactly one step that counts, or a line of the log says how many are in none. The
         batches of an epoch are the same for any number of ranks; give RingDP ``weight="samples"`` where the ranks'
@@ -220,15 +226,15 @@ class Job:
         self._loaders.append(made)
         return made
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the job is to `count`: 0 to count - 1 in a job that begins.
+    def epochs(self, number: int) -> Iterator[int]:
+        """The epochs from where the job is to `number`: 0 to number - 1 in a job that begins.
 
         Raises:
             InvalidArgumentError: not a whole number.
         """
-        values.whole("Job.epochs", "count", count, 0)
+        values.whole("Job.epochs", "number", number, 0)
         self.enter()
-        while self._epoch < count:
+        while self._epoch < number:
             yield self._epoch
             self._epoch += 1
         self.close()
@@ -241,7 +247,8 @@ class Job:
             self._door.close(over=True)
 
     def on_change(self, call: Callable[[Change], Any]) -> Callable[[Change], Any]:
-        """Call `call(change)` on all ranks after the members have changed, before the next batch; a decorator."""
+        """Call `call(change)` on all ranks after the members have changed, before the next batch; a decorator.
+        Newcomers have the state then, and call it, too."""
         self._callbacks.append(call)
         return call
 
@@ -252,8 +259,36 @@ class Job:
 
     def audit(self, path: str | os.PathLike[str]) -> None:
         """From now on append a line of JSON to this file for each batch that a rank gets of a loader: step, view, place
-        of the rank, epoch, position and samples. Each rank needs a path of its own."""
+        of the rank, epoch, position and samples. Each rank needs a path of its own. Where the disk is full, the lines
+        end, with a warning."""
         self._audit = open(Path(path), "a", buffering=1)  # noqa: SIM115  # for the life of the job
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all parts, and the place in the data: the same on all ranks, for `ringdp.checkpoint` or ``torch.save``. It
+        loads at any number of ranks. Error feedback is not in it (`RingDP.compression_state_dict`)."""
+        place = {"step": self.step, "epoch": self._epoch, "positions": self._positions()}
+        return {name: part.state_dict() for name, part in self._parts.items()} | {"ringdp": place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `state_dict`; all ranks call it, before they iterate over `epochs`.
+
+        Raises:
+            InvalidArgumentError: it is of other parts or loaders.
+        """
+        loaders = len(state.get("ringdp", {}).get("positions", ()))
+        if state.keys() != {*self._parts, "ringdp"} or loaders != len(self._loaders):
+            raise InvalidArgumentError(
+                f"Job.load_state_dict: the state is of {', '.join(sorted(state.keys() - {'ringdp'}))} and"
+                f" {count(loaders, 'loader')}, this Job has {', '.join(sorted(self._parts))} and"
+                f" {count(len(self._loaders), 'loader')}: make the same ones before"
+            )
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        place = state["ringdp"]
+        self._epoch = place["epoch"]
+        self.model.members_joined(place["step"])
+        for loader, position in zip(self._loaders, place["positions"], strict=True):
+            loader.sampler.load_state_dict(position)
 
     @property
     def step(self) -> int:
@@ -269,9 +304,10 @@ class Job:
             return
         self._join(origin, self._door)
 
-    def before_step(self) -> None:
-        """Before each batch, on all ranks: let newcomers in, and those that want to leave out."""
-        if self._door is None or self._over:
+    def before_step(self, loader: Loader) -> None:
+        """Before each batch, on all ranks: let newcomers in, and those that want to leave out. Of the loader that was
+        made first alone: what an epoch does behind it, a newcomer would not do."""
+        if self._door is None or self._over or loader is not self._loaders[0]:
             return
         self._note_losses()
         self._until_question -= 1
@@ -397,16 +433,8 @@ class Job:
         outside = origin is not None and origin.outside
         mine: dict[str, Any] | None = None
         if not outside:
-            mine = {name: part.state_dict() for name, part in self._parts.items()}
-            mine |= {
-                "ringdp": {
-                    "step": self.step,
-                    "epoch": self._epoch,
-                    "positions": self._positions(),
-                    "compression": compression,
-                    "numbers": _collective_numbers(),
-                }
-            }
+            mine = self.state_dict()
+            mine["ringdp"] |= {"compression": compression, "numbers": _collective_numbers()}
         into: dict[str, Tensor] = {}
         for name, part in self._parts.items() if outside else ():
             if isinstance(part, torch.nn.Module):
@@ -501,6 +529,7 @@ class Job:
             ticket = where.hand_in(self._ticket())
             with Alive(origin, ticket):
                 world = self._wait_for_entry(where, ticket, origin)
+            began_s = time.monotonic()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise HandshakeError(f"the job ended before this process could join it: {error}") from error
         if world is None:
@@ -511,11 +540,13 @@ class Job:
         self._welcome(world, None)
         door.open()
         _log.warning("joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1)
+        self._changed(world.members, (), tuple(world.places[world.members :]), began_s)
 
     def _wait_for_entry(self, where: Board, ticket: int, origin: elastic.Origin) -> World | None:
         from ringdp import _C
 
         tried = 0
+        met: World | None = None
         notice_s = _FIRST_NOTICE_S
         began_s = time.monotonic()
         while not where.over():
@@ -523,39 +554,38 @@ class Job:
                 raise SystemExit(0)
             if (reason := where.refusal(ticket)) is not None:
                 raise MismatchError(f"the running job does not let this process in: {reason}")
-            world = where.latest()
+            world = where.latest()  # before the entry: another one may follow it at once
+            if met is not None and (entry := where.entry(met)) is not None:
+                _C.enter_world(self._group, *entry)
+                return met
             if world is None or world.number <= tried or ticket not in world.tickets:
                 if time.monotonic() - began_s > notice_s:
                     _log.warning("waits to be let into the running job, at the beginning of a step")
                     notice_s *= 2
-                time.sleep(LOOK_S / 2)
+                time.sleep(LOOK_S / 2 if met is None else _ENTRY_PAUSE_S)
                 continue
             tried = world.number
             place = origin.size - 1 + ticket
             try:
-                Met(where, world, world.places.index(place), origin.start, MEET_S).prepare(self._group)
+                meeting = Met(where, world, world.places.index(place), origin.start, MEET_S)
             except RingError as error:
                 _log.debug("%s was not met: %s", world.name, error)
                 where.give_up(world)
                 continue
-            while True:
-                if (entry := where.entry(world)) is not None:
-                    _C.enter_world(self._group, *entry)
-                    return world
-                latest = where.latest()
-                if where.over() or latest is None or latest.number > world.number:
-                    break
-                time.sleep(_ENTRY_PAUSE_S)
+            if met is None or where.entry(met) is None:
+                meeting.prepare(self._group)
+                where.confirm(world, ticket)
+                met = world
         return None
 
     def _take_signals(self) -> None:
         """SIGTERM: this rank leaves; a second one ends the process as it would have."""
         if threading.current_thread() is not threading.main_thread():
             return
-        before = signal.getsignal(signal.SIGTERM)
+        before, process = signal.getsignal(signal.SIGTERM), os.getpid()
 
         def leave(number: int, frame: FrameType | None) -> None:
-            if self._leaving is None and not self._over:
+            if self._leaving is None and not self._over and os.getpid() == process:
                 self.leave("SIGTERM")
                 return
             signal.signal(number, before if before is not None else signal.SIG_DFL)
@@ -569,7 +599,13 @@ class Job:
         if self._audit is None:
             return
         line = {"step": self.step + 1, "view": elastic.view_of(self._group), "place": self._place, "epoch": epoch}
-        self._audit.write(json.dumps(line | {"batch": batch, "samples": list(samples)}) + "\n")
+        try:
+            self._audit.write(json.dumps(line | {"batch": batch, "samples": list(samples)}) + "\n")
+        except OSError as error:
+            _log.warning("rank %d writes no more lines to %s: %s", self._group.rank(), self._audit.name, error.strerror)
+            with contextlib.suppress(OSError):
+                self._audit.close()
+            self._audit = None
 
 
 def _named(parts: Sequence[Any]) -> dict[str, Any]:

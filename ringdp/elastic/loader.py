@@ -82,17 +82,20 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         self._job.enter()
         epoch = self.sampler.state_dict()["epoch"]
-        while True:
-            views, start = self._job.changes, self.sampler.state_dict()["position"]
-            drawn = _Noted(self.sampler)
-            batches = iter(DataLoader(self._dataset, batch_sampler=drawn, **self._arguments))
-            # Nobody comes behind the last batch: a newcomer would not run what follows the epoch.
-            for batch in batches:
-                self._job.before_step()
-                if self._job.changes != views:
-                    break  # this batch is drawn again, by the present members
-                self._job.note_batch(epoch, start, drawn.samples.popleft())
-                start += 1
-                yield batch
-            else:
-                return
+        try:
+            while True:
+                views, start = self._job.changes, self.sampler.state_dict()["position"]
+                drawn = _Noted(self.sampler)
+                batches = iter(DataLoader(self._dataset, batch_sampler=drawn, **self._arguments))
+                # Nobody comes behind the last batch: a newcomer would not run what follows the epoch.
+                for batch in batches:
+                    self._job.before_step(self)
+                    if self._job.changes != views:
+                        break  # this batch is drawn again, by the present members
+                    self._job.note_batch(epoch, start, drawn.samples.popleft())
+                    start += 1
+                    yield batch
+                else:
+                    return
+        finally:
+            self.sampler.end_pass()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -113,8 +116,18 @@ def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
     return part
 
 
+def cannot_carry(state: Mapping[str, Any]) -> str | None:
+    """Why newcomers cannot be sent this state; None: they can."""
+    try:
+        _read(_describe(state, [], [], ()))
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        return f"it has a {found[1]}" if found else str(error).splitlines()[0]
+    return None
+
+
 def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str], of_lowest: Collection[str]) -> bytes:
-    numbers = iter(range(len(tensors)))
+    numbers = count()
     content = {
         "state": pytree.tree_map(
             lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)

@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -189,8 +190,7 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
     global _origin
     where, asked, notice_s = f"{host}:{port}", time.monotonic(), _FIRST_NOTICE_S
     try:
-        _await_listener(host, port)
-        store: Store = TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+        store: Store = _open(host, port, timeout)
         while True:
             waited_s = time.monotonic() - asked
             store = _job_store(store, name, where, timeout)
@@ -218,16 +218,26 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
         ) from error
 
 
-def _await_listener(host: str, port: int) -> None:
-    """TCPStore would try as long as its operations may take. Raises OSError."""
+def _open(host: str, port: int, timeout: timedelta) -> Store:
+    """TCPStore would try for as long as its operations may take, and wait for what speaks something else for ever.
+    Raises OSError."""
     end = time.monotonic() + _LISTENER_S
     while True:
         try:
-            return socket.create_connection((host, port), timeout=_LISTENER_S).close()
+            socket.create_connection((host, port), timeout=_LISTENER_S).close()
+            break
         except OSError:
             if time.monotonic() > end:
                 raise
         time.sleep(_PAUSE_S)
+    opened: list[Store] = []
+    connect = functools.partial(TCPStore, host, port, None, False, timeout=timeout, wait_for_workers=False)
+    thread = threading.Thread(target=lambda: opened.append(connect()), name="ringdp-store", daemon=True)
+    thread.start()
+    thread.join(_LISTENER_S)
+    if not opened:
+        raise OSError(f"what listens there does not answer as a store does, for {_LISTENER_S:g} s")
+    return opened[0]
 
 
 def _job_store(store: Store, name: str, where: str, timeout: timedelta) -> Store:

@@ -61,8 +61,8 @@ class Book:
 
 
 def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
-    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), accumulate, loader, job, net (its arguments),
-    step_s, forever."""
+    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), accumulate, loader, job, net (its
+    arguments), step_s, validate (a second loader), audit."""
     book = Book(Path(folder))
     logging.getLogger("ringdp").addHandler(_Told(book))
     ringdp.init(device="cpu")
@@ -71,6 +71,7 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
     job = ringdp.elastic.Job(model, optimizer, scheduler, **options.get("job", {}))
     loader = job.loader(data(), BATCH, **options.get("loader", {}))
+    validation = job.loader(data(), BATCH // 2, shuffle=False) if options.get("validate") else []
 
     def kept() -> dict[str, Any]:
         parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
@@ -94,7 +95,7 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
         if ringdp.rank() == 0 and not it.lost:
             torch.save(kept(), path)
 
-    job.audit(Path(folder) / f"audit_{os.getpid()}.jsonl")
+    job.audit(options.get("audit") or Path(folder) / f"audit_{os.getpid()}.jsonl")
     every = options.get("accumulate", 1)
     for epoch in job.epochs(epochs or 10_000):
         for number, (_, x, y) in enumerate(loader):
@@ -108,7 +109,14 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
             time.sleep(options.get("step_s", 0.0))
             if (Path(folder) / f"leave_{os.getpid()}").exists():
                 job.leave("a file says so")
-        book.write("epoch", epoch=epoch)
+        seen = 0
+        for _, x, _ in validation:
+            model.eval()
+            with torch.no_grad():
+                seen += len(model(x))
+            model.train()
+            time.sleep(options.get("step_s", 0.0))
+        book.write("epoch", epoch=epoch, validated=seen, ranks=ringdp.world_size())
         if epochs == 0 and _finishes(Path(folder)):
             break
     job.close()

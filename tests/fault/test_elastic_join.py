@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -72,6 +73,7 @@ def test_ranks_come_and_leave_and_each_step_is_that_of_a_scripted_job(made: Call
     run_scripted(job)
     joined = [it for it in job.events("change") if it["joined"]]
     assert all(it["seconds"] < 2.0 for it in joined), joined
+    assert len(joined) == sum(it["now"] for it in {it["step"]: it for it in joined}.values()), "newcomers are told, too"
 
 
 def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[..., Jobs]) -> None:
@@ -99,6 +101,7 @@ def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[...,
         {"loader": {"num_workers": 2}},
         {"loader": {"balance": "speed"}},
         {"ringdp": {"guard": 5}},
+        {"validate": True},
     ],
     ids=str,
 )
@@ -113,7 +116,9 @@ def test_a_newcomer_fits_into_what_the_job_uses(made: Callable[..., Jobs], optio
     job.until_ranks(2)
     assert len(job.wait()) == 2
     job.check_replicas()
-    if "accumulate" not in options:
+    if "validate" in options:
+        assert {it["validated"] * it["ranks"] for it in job.events("epoch")} == {jobs.SAMPLES}
+    elif "accumulate" not in options:
         job.check_each_sample_once()
 
 
@@ -165,6 +170,26 @@ def test_another_program_is_refused_with_both_values(
     assert len(told) == 1
     assert words in told[0]
     job.check_each_sample_once()
+
+
+def test_nonsense_in_the_store_and_a_full_disk_hold_nobody_up(made: Callable[..., Jobs]) -> None:
+    job = made(audit="/dev/full")
+    job.start(2)
+    job.until_step(2)
+    for key, value in {
+        "ticket/1": "x" * 10**6,
+        "ticket/2": "[1]",
+        "world/7": '{"number": "x"}',
+        "worlds/latest": "7",
+    }.items():
+        job.store.set(f"ringdp/elastic/0/{key}", value)
+    job.store.add("ringdp/elastic/0/tickets", 2)
+    later = job.join()
+    job.until(lambda: job.events("begins", later))
+    assert [it["ranks"] for it in job.wait()] == [3, 3, 3]
+    texts = [it["text"] for it in job.events("log")]
+    assert texts.count("a newcomer cannot join: its ticket cannot be read") == 2
+    assert len([it for it in texts if "writes no more lines to /dev/full: No space left" in it]) == 3
 
 
 def die_after_handing_in() -> None:
@@ -230,6 +255,50 @@ def test_a_newcomer_that_dies_holds_nobody_up(made: Callable[..., Jobs], before:
     job.until(lambda: job.events("begins", later))
     ends = job.wait(dead={pid: 7})
     assert [it["ranks"] for it in ends] == [3, 3, 3]
+    job.check_replicas()
+
+
+def stop_before_meeting() -> None:
+    from ringdp.elastic import job
+
+    met = job.Met
+
+    def meet(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return met(*given)
+
+    job.Met = meet  # type: ignore[assignment, misc]
+
+
+def stop_after_meeting() -> None:
+    from ringdp.elastic.board import Met
+
+    prepare = Met.prepare
+
+    def then_prepare(self: Met, group: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        prepare(self, group)
+
+    Met.prepare = then_prepare  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [stop_before_meeting, stop_after_meeting])
+def test_a_newcomer_that_is_stopped_holds_nobody_up_and_joins_later(
+    made: Callable[..., Jobs], before: Callable[[], None]
+) -> None:
+    job = made()
+    job.start(2)
+    job.until_step(2)
+    pid = job.join(before)
+    job.until(lambda: "T" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    step = max(it["step"] for it in job.events("begins"))
+    time.sleep(3.0)  # longer than a newcomer may show no life
+    job.until_step(step + 40)
+    job.kill(pid, signal.SIGCONT)
+    job.until_ranks(3)
+    assert max(it["seconds"] for it in job.events("change")) < 2.0
+    job.wait()
     job.check_replicas()
 
 
