@@ -71,7 +71,7 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
     job = ringdp.elastic.Job(model, optimizer, scheduler, **options.get("job", {}))
     loader = job.loader(data(), BATCH, **options.get("loader", {}))
-    validation = job.loader(data(), BATCH // 2, shuffle=False) if options.get("validate") else []
+    validation: Any = job.loader(data(), BATCH // 2, shuffle=False) if options.get("validate") else []
 
     def kept() -> dict[str, Any]:
         parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}

@@ -76,8 +76,7 @@ def test_one_that_fails_in_the_same_way_again_is_not_replaced_again(tmp_path: Pa
 
 def test_nothing_takes_the_place_of_a_rank_where_that_is_not_wanted(tmp_path: Path, jobs: list[Job]) -> None:
     text = TRAIN.replace("not first or", "job.step > 40 or")
-    arguments = ["--elastic", "--max-replacements", "0", "-n", "2", script(tmp_path, text), "kill"]
-    job = run(jobs, tmp_path, *arguments)
+    job = run(jobs, tmp_path, "--elastic", "--max-replacements", "0", "-n", "2", script(tmp_path, text), "kill")
     job.wait(60)
     assert job.process.returncode == 0, job.err
     assert "takes the place" not in job.err
