@@ -1,7 +1,8 @@
 // The explorer: all states that the members of a job can reach through losses of ranks, breadth first. The members run
 // the real code (UnitProgress, MemberTurn). The explorer makes the events: a rank dies, or believes another lost,
 // rightly or wrongly; the store takes a request at some time, also that of a dead rank, and its answer comes later, or
-// never. A unit can be a question (Ask): who has left it proposes what it asks for, as the members of an elastic Job do.
+// never. A unit can be a question (Ask): who has left it proposes what it asks for, as the members of an elastic Job
+// do.
 #pragma once
 
 #include <algorithm>
@@ -39,10 +40,10 @@ struct Limits {
     return progress.proposal(std::move(decision));
   };
   bool proposes_after_leaving = true;
-  bool proposers_publish = false;       // their states too, before their proposals
-  bool all_tell_newcomers = true;       // also members that have found the decision
+  bool proposers_publish = false;  // their states too, before their proposals
+  bool all_tell_newcomers = true;  // also members that have found the decision
   bool told_after_decision = true;
-  bool newcomers_keep_worlds = true;    // until they know that the members do not go on in them
+  bool newcomers_keep_worlds = true;  // until they know that the members do not go on in them
 };
 
 // A world's name is its view, a colon, the members, a plus and the newcomers: "1:02+3".
@@ -77,8 +78,8 @@ struct Site {
   std::map<uint64_t, InView> views;
   std::map<uint64_t, uint64_t> results;  // of the units that it has left: the view of the members in them
   std::vector<int> lost;                 // it has no connection with these any more
-  std::optional<Decision> asked;     // all members propose it; this one has left the question, and has not yet
-  std::vector<StoreRequest> writes;  // it makes these before all others
+  std::optional<Decision> asked;         // all members propose it; this one has left the question, and has not yet
+  std::vector<StoreRequest> writes;      // it makes these before all others
   std::optional<StoreRequest> proposal;
   std::optional<MemberTurn> turn;
   Asking asking = Asking::kNothing;
@@ -129,7 +130,7 @@ class Explorer {
     std::size_t states = 0;
     bool to_the_end = false;
     std::size_t counted = 0,
-                redone = 0;  // states in which a decision has counted a unit that a rank had not left, or has not
+                redone = 0;   // states in which a decision has counted a unit that a rank had not left, or has not
     std::size_t changed = 0;  // states in which the members have decided to let newcomers in, or one go
     std::string violation;
     std::vector<std::string> steps;  // that lead to it
@@ -263,8 +264,7 @@ class Explorer {
     const Site& now = site(world, place);
     if (now.asked && !holds(now.asked->members, place))
       return step(at, world, place, "leaves the job", [&](Site& it) { it.ended = true; });
-    if (now.asked)
-      return step(at, world, place, "proposes", [&](Site& it) { propose(it, place, *now.asked); });
+    if (now.asked) return step(at, world, place, "proposes", [&](Site& it) { propose(it, place, *now.asked); });
     if (!limits_.proposes_after_leaving && now.progress.done())
       if (const auto asked = asks_for(world, place, now.progress.left() + 1))
         step(at, world, place, "proposes", [&](Site& it) { propose(it, place, *asked); });
@@ -430,7 +430,8 @@ class Explorer {
     if (it.turn) it.turn->answer(answer);
     if (it.turn && !it.turn->decision()) return;
     const bool proposed = it.proposal.has_value();
-    install(it, place, proposed ? Decision::decode(answer.value_or(it.proposal->value)) : *it.turn->decision(), proposed);
+    install(it, place, proposed ? Decision::decode(answer.value_or(it.proposal->value)) : *it.turn->decision(),
+            proposed);
   }
 
   void install(Site& it, int place, const Decision& decision, bool proposed) {
@@ -537,14 +538,15 @@ class Explorer {
     return "";
   }
 
-  // What must come, unless further ranks die or are believed lost: all that a decision names install it, and all members
-  // leave all units. The states from `expanded` on may lead to that.
+  // What must come, unless further ranks die or are believed lost: all that a decision names install it, and all
+  // members leave all units. The states from `expanded` on may lead to that.
   void find_stuck(std::size_t expanded) {
     std::sort(edges_.begin(), edges_.end());
     std::vector<bool> comes(nodes_.size());
     std::vector<uint32_t> next;
     for (std::size_t at = 0; at < nodes_.size(); ++at)
-      if (at >= expanded || unsettled(nodes_[at].world).empty()) comes[at] = true, next.push_back(static_cast<uint32_t>(at));
+      if (at >= expanded || unsettled(nodes_[at].world).empty())
+        comes[at] = true, next.push_back(static_cast<uint32_t>(at));
     while (!next.empty()) {
       const uint32_t to = next.back();
       next.pop_back();

@@ -100,14 +100,20 @@ CASE("a newcomer joins two members, and one is believed lost") {
              {.members = 2, .newcomers = 1, .deaths = 0, .suspicions = 1, .units = 2, .asks = {Ask::kJoin}});
 }
 
+CASE("a newcomer joins two members, one of the three dies and one is believed lost") {
+  check_asks("2 members and 1 newcomer, 1 death, 1 suspicion",
+             {.members = 2, .newcomers = 1, .deaths = 1, .suspicions = 1, .asks = {Ask::kJoin}}, Share::kHalf);
+}
+
 CASE("a newcomer joins three members, and one of the four dies") {
-  check_asks("3 members and 1 newcomer, 1 death",
-             {.members = 3, .newcomers = 1, .deaths = 1, .asks = {Ask::kJoin}}, Share::kHalf);
+  check_asks("3 members and 1 newcomer, 1 death", {.members = 3, .newcomers = 1, .deaths = 1, .asks = {Ask::kJoin}},
+             Share::kHalf);
 }
 
 CASE("two members ask for newcomers twice, and one rank dies") {
   check_asks("2 members, 2 newcomers one after another, 1 death",
-             {.members = 2, .newcomers = 2, .deaths = 1, .units = 2, .asks = {Ask::kJoin, Ask::kJoin}, .views = 4}, Share::kHalf);
+             {.members = 2, .newcomers = 2, .deaths = 1, .units = 2, .asks = {Ask::kJoin, Ask::kJoin}, .views = 4},
+             Share::kHalf);
 }
 
 CASE("one member leaves three, and one rank dies") {
@@ -123,10 +129,12 @@ CASE("one member leaves, and one is believed lost") {
 }
 
 CASE("the lowest member leaves, a newcomer comes, and one rank dies") {
-  check_asks("2 members, the lowest leaves, then 1 newcomer, 1 death",
-             {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kLowestLeaves, Ask::kJoin}, .views = 4});
-  check_asks("2 members, 1 newcomer, then the lowest leaves, 1 death",
-             {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin, Ask::kLowestLeaves}, .views = 4});
+  check_asks(
+      "2 members, the lowest leaves, then 1 newcomer, 1 death",
+      {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kLowestLeaves, Ask::kJoin}, .views = 4});
+  check_asks(
+      "2 members, 1 newcomer, then the lowest leaves, 1 death",
+      {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin, Ask::kLowestLeaves}, .views = 4});
 }
 
 CASE("wrong: who has said where it stands goes on") {
@@ -173,9 +181,11 @@ Decision without_the_question(const UnitProgress& progress, Decision decision) {
 // It is not wrong: the first decision counts, and whoever decides with that state counts the question.
 CASE("proposers may say where they stand as well") {
   check_asks("2 members and 1 newcomer, proposers publish states, 1 death",
-             {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .proposers_publish = true}, Share::kHalf);
+             {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .proposers_publish = true},
+             Share::kHalf);
   check_asks("3 members, the lowest leaves, proposers publish, 1 death",
-             {.members = 3, .deaths = 1, .units = 1, .asks = {Ask::kLowestLeaves}, .proposers_publish = true}, Share::kHalf);
+             {.members = 3, .deaths = 1, .units = 1, .asks = {Ask::kLowestLeaves}, .proposers_publish = true},
+             Share::kHalf);
 }
 
 CASE("wrong: the last proposal counts") {
@@ -211,9 +221,10 @@ CASE("wrong: a member proposes before it has left the question") {
 }
 
 CASE("wrong: a proposal does not count the question") {
-  check_found("mutant: the question does not count",
-              {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .proposal = without_the_question},
-              "a unit is redone that a rank has left");
+  check_found(
+      "mutant: the question does not count",
+      {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .proposal = without_the_question},
+      "a unit is redone that a rank has left");
 }
 
 CASE("wrong: the lowest waits for the state of a member that has proposed") {
@@ -223,9 +234,10 @@ CASE("wrong: the lowest waits for the state of a member that has proposed") {
 }
 
 CASE("wrong: a newcomer is told of a world before it is decided") {
-  check_found("mutant: newcomers are told of proposals",
-              {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .told_after_decision = false},
-              "a newcomer enters a view that was not decided");
+  check_found(
+      "mutant: newcomers are told of proposals",
+      {.members = 2, .newcomers = 1, .deaths = 1, .units = 2, .asks = {Ask::kJoin}, .told_after_decision = false},
+      "a newcomer enters a view that was not decided");
 }
 
 CASE("wrong: a member that finds a decision does not tell the newcomers") {

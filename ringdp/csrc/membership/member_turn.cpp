@@ -25,9 +25,7 @@ std::vector<int> reaching_each_other(const std::vector<int>& living, const std::
 
 std::string decision_key(uint64_t view) { return std::to_string(view) + "/decision"; }
 
-std::string state_key(uint64_t view, int member) {
-  return std::to_string(view) + "/state/" + std::to_string(member);
-}
+std::string state_key(uint64_t view, int member) { return std::to_string(view) + "/state/" + std::to_string(member); }
 
 }  // namespace
 
@@ -122,7 +120,8 @@ void MemberTurn::decide() {
 }
 
 std::string MemberTurn::key() const {
-  std::string key = std::to_string(view_) + "/" + std::to_string(static_cast<int>(stage_)) + request_.key + "=" + request_.value;
+  std::string key =
+      std::to_string(view_) + "/" + std::to_string(static_cast<int>(stage_)) + request_.key + "=" + request_.value;
   const auto add = [&](const std::vector<int>& list) {
     key += ';';
     for (const int one : list) key += std::to_string(one) + ',';
