@@ -400,7 +400,10 @@ bool ElasticGroup::decide(uint64_t view, Decision decision) {
   }
   if (view_ != view) return false;
   const auto before = group();
-  decision.committed = left_;
+  {
+    std::lock_guard lock(mutex_);
+    decision = progress_.proposal(std::move(decision));
+  }
   const Decision found = agreement_->propose(view, before->engine()->rank(), decision);
   ViewChange change = describe(view + 1, found);
   change.noticed_at = Clock::now();

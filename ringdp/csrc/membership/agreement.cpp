@@ -164,8 +164,9 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
 }
 
 Decision StoreAgreement::propose(uint64_t view, int self, const Decision& decision) {
+  const StoreRequest request = decision_request(view, decision);
   try {
-    return Decision::decode(store_->set_first(decision_key(view), decision.encode()));
+    return Decision::decode(ask(request).value_or(request.value));
   } catch (const StoreLost& error) {
     throw without_a_store(self, store_->place(), {}, error);
   }
@@ -191,6 +192,12 @@ bool UnitProgress::leave(uint64_t unit, uint64_t view) {
   left_ = unit;
   done_ = false;
   return true;
+}
+
+Decision UnitProgress::proposal(Decision decision) const {
+  if (done_) throw Error(ErrorKind::kState, "a change of members was proposed within a unit");
+  decision.committed = left_;
+  return decision;
 }
 
 MemberState UnitProgress::freeze() {

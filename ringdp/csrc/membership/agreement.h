@@ -114,6 +114,9 @@ class UnitProgress {
   // This rank's state, which is now frozen: it enters no barrier until the next view is installed.
   MemberState freeze();
   void install(uint64_t view, uint64_t committed);
+  // What this rank proposes after a unit that it has left: that one counts, and no further one. Throws Error(kState)
+  // where it has done a unit and not left it.
+  Decision proposal(Decision decision) const;
 
  private:
   bool freezes_;

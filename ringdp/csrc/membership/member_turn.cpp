@@ -23,18 +23,25 @@ std::vector<int> reaching_each_other(const std::vector<int>& living, const std::
   return staying;
 }
 
+std::string decision_key(uint64_t view) { return std::to_string(view) + "/decision"; }
+
+std::string state_key(uint64_t view, int member) { return std::to_string(view) + "/state/" + std::to_string(member); }
+
 }  // namespace
 
-std::string decision_key(uint64_t view) { return std::to_string(view) + "/decision"; }
+StoreRequest decision_request(uint64_t view, const Decision& decision, const AgreementRules& rules) {
+  const auto kind = rules.first_counts ? StoreRequest::Kind::kSetFirst : StoreRequest::Kind::kSet;
+  return {kind, decision_key(view), decision.encode()};
+}
 
 MemberTurn::MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,
                        const AgreementRules& rules)
-    : prefix_(std::to_string(view) + "/"),
+    : view_(view),
       members_(std::move(members)),
       self_(self),
       mine_(mine),
       rules_(rules),
-      request_{StoreRequest::Kind::kSet, prefix_ + "state/" + std::to_string(self), mine.encode()},
+      request_{StoreRequest::Kind::kSet, state_key(view, self), mine.encode()},
       lost_(mine.lost) {
   said_[self] = request_.value;
 }
@@ -68,7 +75,7 @@ void MemberTurn::answer(const std::optional<std::string>& value) {
 
 void MemberTurn::look() {
   stage_ = Stage::kLook;
-  request_ = {StoreRequest::Kind::kFind, prefix_ + "decision", ""};
+  request_ = {StoreRequest::Kind::kFind, decision_key(view_), ""};
 }
 
 // The lowest connected member collects the others' states. The others read its decision.
@@ -90,11 +97,13 @@ void MemberTurn::begin_round() {
 void MemberTurn::collect() {
   if (!unasked_.empty()) {
     stage_ = Stage::kCollect;
-    request_ = {StoreRequest::Kind::kFind, prefix_ + "state/" + std::to_string(unasked_.front()), ""};
+    request_ = {StoreRequest::Kind::kFind, state_key(view_, unasked_.front()), ""};
   } else if (waiting_for_.empty() || !rules_.waits) {
     decide();
-  } else {
+  } else if (rules_.looks) {
     look();
+  } else {
+    begin_round();
   }
 }
 
@@ -107,12 +116,12 @@ void MemberTurn::decide() {
   for (const int member : staying) theirs.push_back(states.at(member));
   waiting_for_.clear();
   stage_ = Stage::kDecide;
-  const auto kind = rules_.first_counts ? StoreRequest::Kind::kSetFirst : StoreRequest::Kind::kSet;
-  request_ = {kind, prefix_ + "decision", rules_.decide(staying, theirs).encode()};
+  request_ = decision_request(view_, rules_.decide(staying, theirs), rules_);
 }
 
 std::string MemberTurn::key() const {
-  std::string key = prefix_ + std::to_string(static_cast<int>(stage_)) + request_.key + "=" + request_.value;
+  std::string key =
+      std::to_string(view_) + "/" + std::to_string(static_cast<int>(stage_)) + request_.key + "=" + request_.value;
   const auto add = [&](const std::vector<int>& list) {
     key += ';';
     for (const int one : list) key += std::to_string(one) + ',';

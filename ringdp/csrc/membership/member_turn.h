@@ -17,11 +17,9 @@ namespace ringdp {
 struct AgreementRules {
   Decision (*decide)(const std::vector<int>& members, const std::vector<MemberState>& states) = ringdp::decide;
   bool waits = true;         // until all connected members have published their states
+  bool looks = true;         // for a decision, again before each round in which it waits for states
   bool first_counts = true;  // of two decisions the first is final
 };
-
-// The key of the decision that ends a view.
-std::string decision_key(uint64_t view);
 
 struct StoreRequest {
   enum class Kind { kSet, kFind, kSetFirst };
@@ -29,6 +27,9 @@ struct StoreRequest {
   std::string key;
   std::string value;
 };
+
+// Writes the decision that ends a view, unless there is one. The answer is the one that counts.
+StoreRequest decision_request(uint64_t view, const Decision& decision, const AgreementRules& rules = {});
 
 class MemberTurn {
  public:
@@ -57,7 +58,7 @@ class MemberTurn {
   void collect();
   void decide();
 
-  std::string prefix_;
+  uint64_t view_;
   std::vector<int> members_;
   int self_;
   MemberState mine_;
