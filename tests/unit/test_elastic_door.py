@@ -75,7 +75,7 @@ def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("value", "words"),
     [(Path("x"), "PosixPath"), (lambda: 0, "lambda"), (torch.ones(2), None), ({"a": [1, 2.0, "b", None]}, None)],
-    ids=str,
+    ids=["a path", "a function", "a tensor", "plain values"],
 )
 def test_states_that_newcomers_cannot_be_sent(value: Any, words: str | None) -> None:
     found = transfer.cannot_carry({"it": value})
