@@ -154,6 +154,8 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
         return _describe_slow_rank(window, parts, slow, phase, cause)
     if cause.name in SLOWS_ALL:  # which all ranks have: what else is this one's own?
         cause = cause_of(window, parts, slow.rank, phase, slow.bursts, but=cause.name)
+        if cause.name != "sleep":
+            return None
     # Where it is slower only by missing cores, the phase is one of chance.
     by_itself = _slowest(own - window.field("off_core"), step)
     if by_itself is not None and by_itself.rank == slow.rank:

@@ -120,6 +120,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "RINGDP_TENSORBOARD",
         "RINGDP_TIMELINE",
         "RINGDP_ELASTIC",
+        "RINGDP_JOIN",
         "RINGDP_RANK_PROCESS",
     }
     assert set(variables._READERS) | read_elsewhere == set(config.VARIABLES), "a variable without a reader"

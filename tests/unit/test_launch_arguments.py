@@ -62,7 +62,7 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nnodes", "1:2:3", "s.py"], "nnodes=1:2:3"),
         (
             ["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"],
-            "hosts cannot be added to a job. Give --nnodes one number",
+            "needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT",
         ),
         (
             ["--elastic", "-H", "a:1,b:1", "--max-restarts", "1", "s.py"],
