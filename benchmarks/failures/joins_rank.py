@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -9,8 +10,6 @@ import time
 from pathlib import Path
 
 BEGAN = time.time()
-
-import itertools
 
 import torch  # noqa: E402
 
