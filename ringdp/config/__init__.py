@@ -4,7 +4,7 @@
 """
 
 from ringdp.config.environments import LaunchEnvironment, launch_environment
-from ringdp.config.parse import parse_rate
+from ringdp.config.parse import parse_rate, read_address
 from ringdp.config.secret import read_secret
 from ringdp.config.variables import (
     ADMITS_MARK,
@@ -58,6 +58,7 @@ __all__ = [
     "mark_rank",
     "metrics_dir",
     "parse_rate",
+    "read_address",
     "read_secret",
     "reduce_alone",
     "refuse_inside_rank",

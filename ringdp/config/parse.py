@@ -32,6 +32,14 @@ def check_interfaces(text: str) -> None:
                 raise InvalidArgumentError(f"iface {text!r}: {error}; a network looks like 10.0.0.0/8") from None
 
 
+def read_address(text: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{text!r} is no HOST:PORT, such as node1:29400 or [::1]:29400")
+    return host.strip("[]"), int(port)
+
+
 def read_port_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})\s*[-:]\s*(\d{1,5})|(\d{1,5})", text)
     if match is None:

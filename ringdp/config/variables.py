@@ -22,7 +22,15 @@ from typing import Any
 from ringdp.config import inheritance, tuning
 from ringdp.config.console_log import ConsoleLog
 from ringdp.config.environments import optional_integer, several_hosts, whole_number
-from ringdp.config.parse import check_interfaces, milliseconds, read_port_range, read_rate, read_streams, switch
+from ringdp.config.parse import (
+    check_interfaces,
+    milliseconds,
+    read_address,
+    read_port_range,
+    read_rate,
+    read_streams,
+    switch,
+)
 from ringdp.config.secret import read_secret
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 
@@ -410,10 +418,10 @@ def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | No
     if not value:
         return None
     where, _, name = value.partition("/")
-    host, _, port = where.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidArgumentError(f"RINGDP_JOIN={value!r} is no HOST:PORT, such as node1:29400 or [::1]:29400")
-    return host.strip("[]"), int(port), name
+    try:
+        return *read_address(where), name
+    except ValueError as error:
+        raise InvalidArgumentError(f"RINGDP_JOIN={error}") from None
 
 
 def host_identity(host_id: str = "") -> str:

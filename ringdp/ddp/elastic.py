@@ -16,7 +16,7 @@ from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.errors import PeerLostError
 from ringdp.hooks.futures import failed
 from ringdp.job.backend import BACKEND, backend_of
-from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.job.elastic import as_unit, is_elastic, refuse_outside
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -41,6 +41,9 @@ class Elastic(Feature):
             if not self.repairs and config.elastic() and dist.get_world_size() > 1:
                 refusals.refuse("elastic", "group")
         return {"elastic": ""} if self.repairs else {}
+
+    def before_forward(self, ddp: FeaturedDDP) -> None:
+        refuse_outside("RingDP")
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
         if self.repairs and ddp._delay_all_reduce_params:

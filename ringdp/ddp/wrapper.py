@@ -51,7 +51,7 @@ from ringdp.ddp.unaveraged import Unaveraged
 from ringdp.ddp.uneven_inputs import UnevenInputs
 from ringdp.errors import InvalidStateError
 from ringdp.job.backend import BACKEND, backend_of, connect_log, has_average, named
-from ringdp.job.elastic import refuse_outside, size_at_start
+from ringdp.job.elastic import size_at_start
 from ringdp.job.placement import Placement, kind_of
 
 if TYPE_CHECKING:
@@ -294,7 +294,6 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         refuse_capture(self.device_type)
-        refuse_outside("RingDP")
         if in_backward():
             self.reducer.called_in_backward()
         for feature in self.ringdp_features:
@@ -359,8 +358,9 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
                 names_compared=backend_of(new_process_group, self.device_type) == BACKEND,
             )
 
-    def members_joined(self, step: int) -> None:
-        """The elastic job has new members; all ranks call it, before the step behind `step`."""
+    def begin_again(self, step: int) -> None:
+        """Go on behind `step`, with buckets as at the start: the elastic job has other members, or a checkpoint was
+        loaded. All ranks call it; `ringdp.elastic.Job` does."""
         self._has_rebuilt_buckets = False
         for feature in self.ringdp_features:
             feature.group_replaced(self, self.process_group)

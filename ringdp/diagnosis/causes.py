@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,15 +69,15 @@ def bursts_of(excess: Tensor) -> Bursts | None:
     return Bursts(len(at), len(excess), every, float(longer[at].mean()))
 
 
-def cause_of(
-    window: Window, parts: Split, rank: int, phase: str, bursts: Bursts | None = None, *, but: str = ""
-) -> Cause:
-    """The cause for a rank that is slower than the others, most of all in that phase; not the one named by `but`."""
+def causes_of(window: Window, parts: Split, rank: int, phase: str, bursts: Bursts | None = None) -> Iterator[Cause]:
+    """The causes for a rank that is slower than the others, most of all in that phase, the likeliest first; at least
+    one. The last one stands for what is not known."""
     facts = window.facts[rank]
     rest = [one for other, one in enumerate(window.facts) if other != rank and one.period_s > 0]
     period, host = facts.period_s, facts.host or "its host"
     if period <= 0 or not rest:
-        return Cause("work", "the cause is not known", _less_work(host))
+        yield Cause("work", "the cause is not known", _less_work(host))
+        return
 
     def share(name: str) -> tuple[float, float]:
         """Of the time, of this rank and of the median of the others."""
@@ -94,20 +95,20 @@ def cause_of(
     steps = max(period / step, 1.0)
     (throttled, _), (ready, _), (cpu, others_cpu) = share("throttled_s"), share("ready_s"), share("cpu_s")
     waits, others_waits = share("page_waits")
-    if but != "quota" and explains("throttled_s"):
-        return Cause(
+    if explains("throttled_s"):
+        yield Cause(
             "quota",
             f"its cgroup was throttled {throttled:.0%} of the time: {describe_quota(facts)}",
             f"raise that quota (cpu.max, or limits.cpu of its pod), or {_less_work(host)}",
         )
     if facts.page_waits / steps >= _PAGE_WAITS and waits > 5 * others_waits:
-        return Cause(
+        yield Cause(
             "memory",
             f"it waited for a disk {facts.page_waits / steps:.0f} times a step, for pages: its memory is too small",
             f"give it more memory on {host} (memory.max, or limits.memory of its pod), or let it have smaller batches",
         )
-    if but != "core" and explains("ready_s"):
-        return Cause(
+    if explains("ready_s"):
+        yield Cause(
             "core",
             f"for {ready:.0%} of the time other threads had the core that it wanted",
             f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
@@ -115,16 +116,16 @@ def cause_of(
     speed = _core_speed(window, rank)
     computed = min(float(parts.own[rank].sum()) / step, cpu)
     if computed * (1 - speed) >= max(KEPT_OFF / 2, MOST * excess):
-        return Cause(
+        yield Cause(
             "speed",
             f"its core computes at {speed:.0%} of the others' speed now, by a loop that all ranks run",
             f"look for what slows that core of {host} (another virtual machine on it, heat, a slower processor), or"
             f" {_less_work(host)}",
         )
     if bursts is not None:
-        return _cause_of_bursts(phase, host)
+        yield _cause_of_bursts(phase, host)
     if phase == "between":
-        return Cause(
+        yield Cause(
             "data",
             "that is data loading, evaluation or logging",
             f"give its DataLoader more workers, or put the data on a faster disk of {host}",
@@ -132,19 +133,19 @@ def cause_of(
     own = float(parts.own[rank].sum()) / step
     waited = max(ready, share("threads_ready_s")[0])
     idle = cpu < _IDLE * own and cpu <= 1.5 * others_cpu
-    if but != "core" and idle and waited >= max(KEPT_OFF, _PARTLY * excess):
-        return Cause(
+    if idle and waited >= max(KEPT_OFF, _PARTLY * excess):
+        yield Cause(
             "core",
             f"it used a core for {cpu:.0%} of the time, and for {waited:.0%} other threads had one that it wanted",
             f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
         )
     if idle:
-        return Cause(
+        yield Cause(
             "sleep",
             f"it used a core for {cpu:.0%} of the time, so it waits or sleeps for the rest",
             f"look for what it waits for there: a lock, a file, a request (py-spy dump --pid on {host} shows it)",
         )
-    return Cause("work", "it computes all that time", _less_work(host))
+    yield Cause("work", "it computes all that time", _less_work(host))
 
 
 def _cause_of_bursts(phase: str, host: str) -> Cause:

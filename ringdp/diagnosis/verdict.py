@@ -15,7 +15,7 @@ from ringdp.diagnosis.causes import (
     Bursts,
     Cause,
     bursts_of,
-    cause_of,
+    causes_of,
     describe_quota,
     others_of,
 )
@@ -149,11 +149,12 @@ def _slow_rank(window: Window, parts: Split) -> Verdict | None:
     if slow is None:
         return None
     phase = OWN[int((parts.own - others_of(parts.own))[slow.rank].argmax())]
-    cause = cause_of(window, parts, slow.rank, phase, slow.bursts)
+    causes = causes_of(window, parts, slow.rank, phase, slow.bursts)
+    cause = next(causes)
     if cause.name in SLOWS_ALL and not _others_have_it(window, slow.rank, cause.name):
         return _describe_slow_rank(window, parts, slow, phase, cause)
-    if cause.name in SLOWS_ALL:  # which all ranks have: what else is this one's own?
-        cause = cause_of(window, parts, slow.rank, phase, slow.bursts, but=cause.name)
+    if cause.name in SLOWS_ALL:  # which all ranks have: is there something of this one's own?
+        cause = next(other for other in causes if other.name != cause.name)
         if cause.name != "sleep":
             return None
     # Where it is slower only by missing cores, the phase is one of chance.

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch.distributed as dist
 
@@ -118,8 +117,7 @@ class Door:
         now_s = time.monotonic()
         since_s = [now_s - self._first_s.setdefault(ticket, now_s) for ticket in waiting]
         if waiting and (min(since_s) > TOGETHER_S or max(since_s) > 5 * TOGETHER_S):
-            # A number for good: those of the start come first, and tickets are counted over the whole job.
-            new = [self._origin.size - 1 + ticket for ticket in waiting]
+            new = [self._origin.place_of(ticket) for ticket in waiting]
             with self._held:  # while the members go on in the last one, a newcomer must not turn to another
                 if elastic.view_of(self._group) == view:
                     self._board.propose(view, waiting, places + new)
@@ -136,7 +134,7 @@ class Door:
         now_s = time.monotonic()
         waiting = []
         for ticket in range(1, self._board.handed_in() + 1):
-            if self._origin.size - 1 + ticket in members:
+            if self._origin.place_of(ticket) in members:
                 self._done.add(ticket)
             if ticket in self._done or not self._board.has_ticket(ticket):
                 continue
@@ -179,27 +177,3 @@ class Door:
         with self._held:
             met.prepare(self._group)
             self._met, self._ready = latest, None
-
-
-class Alive:
-    """A newcomer's count, which goes on while its process lives."""
-
-    def __init__(self, origin: elastic.Origin, ticket: int) -> None:
-        self._board, self._ticket = Board(origin), ticket
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ringdp-alive", daemon=True)
-
-    def __enter__(self) -> Alive:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
-            while True:
-                self._board.show_life(self._ticket)
-                if self._stop.wait(ALIVE_S / 8):
-                    return

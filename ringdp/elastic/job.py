@@ -27,24 +27,17 @@ from ringdp.data.settings import Limits
 from ringdp.ddp.compression.choice import GradientCompression
 from ringdp.ddp.wrapper import RingDP
 from ringdp.elastic import transfer
-from ringdp.elastic.board import Board, Met, Ticket, World, prove
-from ringdp.elastic.door import LOOK_S, MEET_S, Alive, Door
+from ringdp.elastic.board import Board, Ticket, World, prove
+from ringdp.elastic.door import LOOK_S, Door
 from ringdp.elastic.loader import Loader
-from ringdp.errors import (
-    ExpelledError,
-    HandshakeError,
-    InvalidArgumentError,
-    InvalidStateError,
-    MismatchError,
-    RingError,
-)
+from ringdp.elastic.newcomer import Alive, wait_for_entry
+from ringdp.errors import ExpelledError, HandshakeError, InvalidArgumentError, InvalidStateError
 from ringdp.job import backend, elastic
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.text import count, number_of_ranks, ranks_by_number
 
 _log = logging.getLogger("ringdp.elastic")
 _SHARE = 0.005  # of the training's time that questions for newcomers may take
-_ENTRY_PAUSE_S = 0.001
 _FIRST_NOTICE_S = 10.0
 _MOST_STEPS = 1000  # between two questions
 _REASON_BYTES = 200
@@ -282,13 +275,16 @@ class Job:
                 f" {count(loaders, 'loader')}, this Job has {', '.join(sorted(self._parts))} and"
                 f" {count(len(self._loaders), 'loader')}: make the same ones before"
             )
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        self._load_parts(state)
         place = state["ringdp"]
-        self._epoch = place["epoch"]
-        self.model.members_joined(place["step"])
+        self.model.begin_again(place["step"])
         for loader, position in zip(self._loaders, place["positions"], strict=True):
             loader.sampler.load_state_dict(position)
+
+    def _load_parts(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._epoch = state["ringdp"]["epoch"]
 
     @property
     def step(self) -> int:
@@ -428,13 +424,14 @@ class Job:
 
     def _welcome(self, world: World, compression: dict[str, Any] | None) -> None:
         """All ranks, newcomers among them: the state for these."""
+        torchs: Any = dist.distributed_c10d._world  # by its count torch names new groups
         group, origin = self._group, elastic.origin()
         new_places = set(world.places[world.members :])
         outside = origin is not None and origin.outside
         mine: dict[str, Any] | None = None
         if not outside:
             mine = self.state_dict()
-            mine["ringdp"] |= {"compression": compression, "numbers": _collective_numbers()}
+            mine["ringdp"] |= {"compression": compression, "groups": torchs.group_count}
         into: dict[str, Tensor] = {}
         for name, part in self._parts.items() if outside else ():
             if isinstance(part, torch.nn.Module):
@@ -457,18 +454,16 @@ class Job:
 
         state = elastic.as_unit(group, "the state for newcomers", body)
         if outside:
-            for name, part in self._parts.items():
-                part.load_state_dict(state[name])
+            self._load_parts(state)
         own = state["ringdp"]
-        self._epoch = own["epoch"]
-        _set_collective_numbers(own["numbers"])
+        torchs.group_count = max(torchs.group_count, own["groups"])
         elastic.joined()
         self._begin_again(own["positions"], own["step"], own["compression"])
 
     def _begin_again(
         self, positions: Sequence[Mapping[str, Any]], step: int, compression: Mapping[str, Any] | None
     ) -> None:
-        self.model.members_joined(step)
+        self.model.begin_again(step)
         if compression is not None:
             self.model.load_compression_state_dict(compression)
         for loader, position in zip(self._loaders, positions, strict=True):
@@ -528,7 +523,7 @@ class Job:
         try:
             ticket = where.hand_in(self._ticket())
             with Alive(origin, ticket):
-                world = self._wait_for_entry(where, ticket, origin)
+                world = wait_for_entry(where, ticket, origin, self._group, lambda: self._leaving is not None)
             began_s = time.monotonic()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise HandshakeError(f"the job ended before this process could join it: {error}") from error
@@ -536,47 +531,11 @@ class Job:
             _log.warning("the training ended before this process could join it")
             raise SystemExit(0)
         self._members = tuple(world.places)
-        self._place = origin.size - 1 + ticket
+        self._place = origin.place_of(ticket)
         self._welcome(world, None)
         door.open()
         _log.warning("joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1)
         self._changed(world.members, (), tuple(world.places[world.members :]), began_s)
-
-    def _wait_for_entry(self, where: Board, ticket: int, origin: elastic.Origin) -> World | None:
-        from ringdp import _C
-
-        tried = 0
-        met: World | None = None
-        notice_s = _FIRST_NOTICE_S
-        began_s = time.monotonic()
-        while not where.over():
-            if self._leaving is not None:
-                raise SystemExit(0)
-            if (reason := where.refusal(ticket)) is not None:
-                raise MismatchError(f"the running job does not let this process in: {reason}")
-            world = where.latest()  # before the entry: another one may follow it at once
-            if met is not None and (entry := where.entry(met)) is not None:
-                _C.enter_world(self._group, *entry)
-                return met
-            if world is None or world.number <= tried or ticket not in world.tickets:
-                if time.monotonic() - began_s > notice_s:
-                    _log.warning("waits to be let into the running job, at the beginning of a step")
-                    notice_s *= 2
-                time.sleep(LOOK_S / 2 if met is None else _ENTRY_PAUSE_S)
-                continue
-            tried = world.number
-            place = origin.size - 1 + ticket
-            try:
-                meeting = Met(where, world, world.places.index(place), origin.start, MEET_S)
-            except RingError as error:
-                _log.debug("%s was not met: %s", world.name, error)
-                where.give_up(world)
-                continue
-            if met is None or where.entry(met) is None:
-                meeting.prepare(self._group)
-                where.confirm(world, ticket)
-                met = world
-        return None
 
     def _take_signals(self) -> None:
         """SIGTERM: this rank leaves; a second one ends the process as it would have."""
@@ -618,17 +577,6 @@ def _named(parts: Sequence[Any]) -> dict[str, Any]:
             name = f"{base} {number}"
         named[name] = part
     return named
-
-
-def _collective_numbers() -> dict[str, int]:
-    """What torch counts, and names new groups by."""
-    torchs: Any = dist.distributed_c10d
-    return {"groups": int(torchs._world.group_count)}
-
-
-def _set_collective_numbers(numbers: Mapping[str, int]) -> None:
-    torchs: Any = dist.distributed_c10d
-    torchs._world.group_count = max(int(torchs._world.group_count), numbers["groups"])
 
 
 __all__ = ["Change", "Job"]

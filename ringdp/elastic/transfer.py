@@ -26,8 +26,6 @@ from ringdp.job.byte_collectives import all_gather_bytes, broadcast_bytes
 _log = logging.getLogger("ringdp.elastic")
 _SMALL = 1 << 16  # bytes; tensors below travel together
 _TAG = 7001
-
-
 _MARK = "ringdp: tensor"
 
 
@@ -48,8 +46,8 @@ def send(
         of_lowest: such names of tensors that members may have different, and of which rank 0's count: those of buffers.
 
     Raises:
-        MismatchError: a tensor has not the bits that the lowest member has; names it and the member that sent it. On
-            all ranks.
+        MismatchError: on a newcomer: a tensor has not the bits that the lowest member has; names it and the member that
+            sent it.
     """
     rank, members = group.rank(), group.size() - len(newcomers)
     new = rank in newcomers
@@ -91,7 +89,9 @@ def send(
     for data, piece in received:
         for part, of in zip(piece, data.split([len(one) for one in piece]), strict=True):
             part.copy_(of)
-    _compare(bytes(broadcast_bytes(hashes, 0, group)), flat, names, members, group, new=new)
+    hashes = bytes(broadcast_bytes(hashes, 0, group))
+    wrong = _difference(hashes, flat, names, content["lowest"], members) if new else ""
+    _tell(wrong, group)
     if not new:
         assert state is not None
         return dict(state)
@@ -158,20 +158,25 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def _donor(number: int, tensor: Tensor, lowest: Sequence[bool], donors: int) -> int | None:
+    """The rank that sends all of this tensor; None: each sends a part. `lowest`: which tensors rank 0 sends."""
+    if lowest[number]:
+        return 0
+    return number % donors if tensor.nbytes < _SMALL else None
+
+
 def _pieces(tensors: Sequence[Tensor], lowest: Sequence[bool], donor: int, donors: int) -> Iterator[list[Tensor]]:
-    """The bytes that this donor sends, the same on all ranks: its part of each large tensor, and its share of the
-    others, together. `lowest`: which tensors rank 0 sends alone."""
-    small: list[Tensor] = []
+    """The bytes that this donor sends, the same on all ranks: its parts of tensors that all send, and what it sends
+    alone, together."""
+    alone: list[Tensor] = []
     for number, tensor in enumerate(tensors):
-        data = _bytes(tensor)
-        if len(data) < _SMALL or lowest[number]:
-            if donor == (0 if lowest[number] else number % donors) and len(data):
-                small.append(data)
-            continue
-        begin, end = len(data) * donor // donors, len(data) * (donor + 1) // donors
-        yield [data[begin:end]]
-    if small:
-        yield small
+        data, sender = _bytes(tensor), _donor(number, tensor, lowest, donors)
+        if sender is None:
+            yield [data[len(data) * donor // donors : len(data) * (donor + 1) // donors]]
+        elif sender == donor and len(data):
+            alone.append(data)
+    if alone:
+        yield alone
 
 
 def _hashes(tensors: Sequence[Tensor]) -> bytes:
@@ -181,20 +186,20 @@ def _hashes(tensors: Sequence[Tensor]) -> bytes:
     return b"".join((one & (2**64 - 1)).to_bytes(8, "little") for one in each)
 
 
-def _compare(
-    expected: bytes,
-    tensors: Sequence[Tensor],
-    names: Sequence[str],
-    members: int,
-    group: dist.ProcessGroup,
-    *,
-    new: bool,
-) -> None:
-    wrong = ""
-    if new and (mine := _hashes(tensors)) != expected:
-        at = next(i for i in range(len(names)) if mine[8 * i : 8 * i + 8] != expected[8 * i : 8 * i + 8])
-        sent = f"rank {at % members}" if tensors[at].nbytes < _SMALL else f"ranks 0 to {members - 1}"
-        wrong = f"{names[at]} has other values than on rank 0; {sent} sent it"
+def _difference(
+    expected: bytes, tensors: Sequence[Tensor], names: Sequence[str], lowest: Sequence[bool], members: int
+) -> str:
+    """The first tensor that has not the expected hash, and who sent it; "" where all have it."""
+    if (mine := _hashes(tensors)) == expected:
+        return ""
+    at = next(i for i in range(len(names)) if mine[8 * i : 8 * i + 8] != expected[8 * i : 8 * i + 8])
+    donor = _donor(at, tensors[at], lowest, members)
+    sent = f"ranks 0 to {members - 1}" if donor is None else f"rank {donor}"
+    return f"{names[at]} has other values than on rank 0; {sent} sent it"
+
+
+def _tell(wrong: str, group: dist.ProcessGroup) -> None:
+    """Raises MismatchError where something is wrong; the other ranks log it."""
     for rank, words in enumerate(all_gather_bytes(wrong.encode()[:500], group, room=500)):
         if not words:
             continue

@@ -56,6 +56,10 @@ class Origin:
     size: int
     outside: bool = False
 
+    def place_of(self, ticket: int) -> int:
+        """The number that a newcomer has for good: behind the ranks of the start, by its ticket, counted from 1."""
+        return self.size - 1 + ticket
+
     def keys(self) -> Store:
         """The keys of this start, over a connection of its own."""
         store: Any = self.store  # torch's stubs do not have clone
@@ -251,8 +255,8 @@ def _job_store(store: Store, name: str, where: str, timeout: timedelta) -> Store
                 f"{len(names)} jobs have met at {where}: {', '.join(names[:9])}; name the one to join by --rdzv-id"
             )
         [name] = names
-    its_host, _, its_port = store.get(f"{config.JOB_STORE}/{name}").decode().rpartition(":")
-    return TCPStore(its_host.strip("[]"), int(its_port), None, False, timeout=timeout, wait_for_workers=False)
+    its_host, its_port = config.read_address(store.get(f"{config.JOB_STORE}/{name}").decode())
+    return TCPStore(its_host, its_port, None, False, timeout=timeout, wait_for_workers=False)
 
 
 def joined() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ringdp.config import JOB_STORE
+from ringdp.config import JOB_STORE, read_address
 
 _CONNECT_S = 3.0
 
@@ -30,9 +30,8 @@ def running(host: str, port: int, run_id: str) -> bool:
         key = f"{JOB_STORE}/{run_id}"
         if not root.check([key]):
             return False
-        where, _, its_port = root.get(key).decode().rpartition(":")
         seconds = timedelta(seconds=_CONNECT_S)
-        TCPStore(where.strip("[]"), int(its_port), None, False, timeout=seconds, wait_for_workers=False)
+        TCPStore(*read_address(root.get(key).decode()), None, False, timeout=seconds, wait_for_workers=False)
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
         return False
     return True

@@ -49,6 +49,26 @@ class RankLogs:
     terminals: tuple[Stream, ...] = ()
     one_terminal: bool = False
 
+    @classmethod
+    def inside(cls, folder: Path, *, rank: int, local_rank: int, terminals: tuple[Stream, ...] = ()) -> RankLogs:
+        """Those of a rank that has this folder for itself."""
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            stdout=str(folder / "stdout.log"),
+            stderr=str(folder / "stderr.log"),
+            error_file=str(folder / "error.json"),
+            report_file=str(folder / "report.json"),
+            terminals=terminals,
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Tell the rank of them."""
+        variables = {"TORCHELASTIC_ERROR_FILE": self.error_file, "RINGDP_REPORT_FILE": self.report_file}
+        if "RINGDP_DUMP_DIR" not in os.environ:  # the user's
+            variables["RINGDP_DUMP_DIR"] = str(Path(self.error_file).parent)
+        return variables
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFolder:
@@ -183,20 +203,9 @@ class RankLogsSpecs(LogsSpecs):
             one_terminal = len(through_terminal) == 2 and len(set(self._terminals.values())) == 1
             if one_terminal:
                 (folder / "stderr.log").symlink_to("stdout.log")
-            logs = RankLogs(
-                rank=rank,
-                local_rank=local_rank,
-                stdout=str(folder / "stdout.log"),
-                stderr=str(folder / "stderr.log"),
-                error_file=str(folder / "error.json"),
-                report_file=str(folder / "report.json"),
-                terminals=tuple(through_terminal),
-                one_terminal=one_terminal,
-            )
-            environ["TORCHELASTIC_ERROR_FILE"] = logs.error_file
-            environ["RINGDP_REPORT_FILE"] = logs.report_file
-            if "RINGDP_DUMP_DIR" not in os.environ:
-                environ["RINGDP_DUMP_DIR"] = str(folder)
+            logs = RankLogs.inside(folder, rank=rank, local_rank=local_rank, terminals=tuple(through_terminal))
+            logs = dataclasses.replace(logs, one_terminal=one_terminal)
+            environ.update(logs.variables())
             whole = {**os.environ, **environ}
             environ[inheritance.MARK] = inheritance.mark(whole, pid=0, rank=rank, world_size=len(envs), meet=None)
             ranks.append(logs)

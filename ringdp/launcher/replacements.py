@@ -93,24 +93,10 @@ def _start(context: SubprocessContext, local_rank: int, number: int) -> RankLogs
     folder = first.with_name(f"{local_rank}-{number + 1}")
     folder.mkdir(exist_ok=True)
     host, port = context.envs[local_rank]["MASTER_ADDR"], context.envs[local_rank]["MASTER_PORT"]
-    logs = RankLogs(
-        rank=int(context.envs[local_rank]["RANK"]),
-        local_rank=local_rank,
-        stdout=str(folder / "stdout.log"),
-        stderr=str(folder / "stderr.log"),
-        error_file=str(folder / "error.json"),
-        report_file=str(folder / "report.json"),
-        terminals=(),
-        one_terminal=False,
-    )
-    environ = context.envs[local_rank] | {
-        # a replacement of a rank that has joined from another launcher joins there, too
-        "RINGDP_JOIN": os.environ.get("RINGDP_JOIN") or f"[{host}]:{port}",
-        "TORCHELASTIC_ERROR_FILE": logs.error_file,
-        "RINGDP_REPORT_FILE": logs.report_file,
-    }
-    if context.envs[local_rank].get("RINGDP_DUMP_DIR") == str(first):
-        environ["RINGDP_DUMP_DIR"] = str(folder)
+    logs = RankLogs.inside(folder, rank=int(context.envs[local_rank]["RANK"]), local_rank=local_rank)
+    # A replacement of a rank that has joined from another launcher joins there, too.
+    join = os.environ.get("RINGDP_JOIN") or f"[{host}]:{port}"
+    environ = context.envs[local_rank] | logs.variables() | {"RINGDP_JOIN": join}
     context.error_files[local_rank] = logs.error_file
     context.subprocess_handlers[local_rank] = get_subprocess_handler(
         entrypoint=context.entrypoint,  # type: ignore[arg-type]  # of a SubprocessContext
@@ -122,6 +108,3 @@ def _start(context: SubprocessContext, local_rank: int, number: int) -> RankLogs
         numa_options=context._numa_options,
     )
     return logs
-
-
-__all__ = ["PERIOD_S", "Replacements"]

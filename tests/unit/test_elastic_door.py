@@ -18,11 +18,9 @@ from ringdp.errors import HandshakeError
 from ringdp.job import elastic
 
 
-class _Origin:
-    size = 2
-
+class _Origin(elastic.Origin):
     def __init__(self) -> None:
-        self.store = HashStore()
+        super().__init__(HashStore(), start=0, size=2)
 
     def keys(self) -> Any:
         return self.store
@@ -30,7 +28,7 @@ class _Origin:
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "7", "{}", '{"host": 1}', "[" * 100_000])
 def test_what_is_no_ticket_or_world_is_none(text: str) -> None:
-    board = Board(_Origin())  # type: ignore[arg-type]
+    board = Board(_Origin())
     for key in ("ticket/1", "world/1"):
         board.store.set(key, text)
     board.store.set("worlds/latest", "1")
