@@ -362,6 +362,7 @@ class RingDP(OwnMethods, CommHooks, UnevenInputs, AutomaticFinalization):
         """Go on behind `step`, with buckets as at the start: the elastic job has other members, or a checkpoint was
         loaded. All ranks call it; `ringdp.elastic.Job` does."""
         self._has_rebuilt_buckets = False
+        self.require_forward_param_sync = True  # whatever the last forward of each rank was
         for feature in self.ringdp_features:
             feature.group_replaced(self, self.process_group)
         self.reducer.begin_again(step)

@@ -26,6 +26,22 @@ def last_gradient(weight: str) -> tuple[int, list[float]]:
     return rows, model.module.weight.grad.flatten().tolist()
 
 
+def gradient_where_one_rank_has_validated() -> list[float]:
+    model = ringdp.RingDP(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
+    # As after a forward without gradients, which a newcomer has not run: then no buffers are sent.
+    model.require_forward_param_sync = ringdp.rank() == 1
+    model.begin_again(7)
+    model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+    gradient = model.module[0].weight.grad
+    assert gradient is not None
+    return gradient.flatten().tolist()
+
+
+def test_ranks_that_begin_again_send_the_same_buffers() -> None:
+    first, second = run_ranks(gradient_where_one_rank_has_validated, world_size=2, backend="ring")
+    assert first == second
+
+
 def test_a_rank_without_a_sample_counts_nothing_in_the_mean() -> None:
     torch.manual_seed(0)
     alone = torch.nn.Linear(3, 1)
