@@ -181,8 +181,14 @@ class Job:
         parts may be unequal. A rank for which a batch has no sample gets the dataset's first one, with weight 0.
 
         Args:
-            dataset, global_batch, seed, shuffle, drop_last, limits, cost: of `ringdp.data.BalancedSampler`.
-            balance: ``"equal"`` or ``"speed"``, as there.
+            dataset: as for DataLoader, of known length.
+            global_batch: samples of a step, of all ranks together.
+            seed: of the order of samples, the same on all ranks.
+            shuffle: whether each epoch has an order of its own.
+            drop_last: whether the last, smaller global batch of an epoch is left out.
+            balance: ``"equal"`` or ``"speed"``, as of `ringdp.data.BalancedSampler`.
+            limits: the least and the most samples of a rank, as there; at least 0 where None.
+            cost: what a sample costs, as there.
             **arguments: of torch's DataLoader (num_workers, collate_fn, pin_memory, …).
 
         Raises:

@@ -133,7 +133,7 @@ def test_a_launcher_that_is_not_heard_of_any_more(tmp_path: Path, jobs: list[Job
     for pid in (nodes[1].process.pid, *nodes[1].processes()):
         os.kill(pid, signal.SIGKILL)
     fails_within(nodes[0], 15)
-    assert re.search(r"FAILED after .*: node 1 .* 10 s", nodes[0].err)
+    assert re.search(r"FAILED after .*: node 1( \(\S+\))?: no beat .* 10 s", nodes[0].err), nodes[0].err
 
 
 def test_the_node_that_keeps_the_store_is_gone(tmp_path: Path, jobs: list[Job]) -> None:
