@@ -15,6 +15,13 @@ class RingFuture(torch.futures.Future[Any]):
 class RingWork(Work):
     def get_future(self) -> RingFuture: ...
 
+class CompleteFutures:
+    """In its block futures of operations are complete."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: Any, arg1: Any, arg2: Any, /) -> None: ...
+    def __init__(self) -> None: ...
+
 class PendingMesh:
     """The connections after the rendezvous; each rank has the `hello` of all others."""
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from ringdp import refusals
 from ringdp.ddp import in_use
 from ringdp.ddp.divergence.options import ReplicaGuard
-from ringdp.ddp.elastic import Elastic, with_losses_in_future
+from ringdp.ddp.elastic import Elastic
 from ringdp.ddp.features import FeaturedDDP
 from ringdp.ddp.optimizer_in_backward import has_optimizers, stepping_at_end, stepping_hook, take_over
 from ringdp.hooks.signature import what_is_wrong_with
@@ -23,7 +23,8 @@ class CommHooks(FeaturedDDP):
         """Let ``hook(state, bucket) -> Future[Tensor]`` reduce each bucket; torch's hooks work unchanged.
 
         The bucket holds this rank's gradients, not divided. `ringdp.hooks.parameter_names` names them. May be called
-        once, before the first backward.
+        once, before the first backward. In an elastic job ``hook.repeatable = True`` says that all that it keeps
+        between calls is in `state`.
 
         Raises:
             TypeError, ValueError: not a hook, as by DistributedDataParallel.
@@ -35,8 +36,8 @@ class CommHooks(FeaturedDDP):
         self.ringdp_features[in_use.OfTorch].hook = hook.__qualname__
 
     def _take_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        elastic = self.ringdp_features[Elastic].repairs
-        self.reducer.register_comm_hook(state, with_losses_in_future(hook) if elastic else hook)
+        elastic = self.ringdp_features[Elastic]
+        self.reducer.register_comm_hook(state, elastic.repeatable(self, state, hook) if elastic.repairs else hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
         self.ringdp_features[ReplicaGuard].rest_beside(self, hook)
@@ -59,8 +60,9 @@ class CommHooks(FeaturedDDP):
         if has_optimizers(self._module_parameters):
             refusals.check(self.ringdp_features.in_use(self))  # optimizers may be given after wrapping
             take_over(self._module_parameters)
-            if self.ringdp_features[Elastic].repairs:
-                self.reducer.when_counted(stepping_at_end(self))
+            elastic = self.ringdp_features[Elastic]
+            if elastic.repairs:
+                elastic.when_counted(self, stepping_at_end(self))
                 return
             self._take_hook(None, stepping_hook(self))
             self.reducer._set_optimizer_in_backward()

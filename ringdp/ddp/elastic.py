@@ -14,7 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from ringdp import config, refusals
 from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.errors import PeerLostError
+from ringdp.hooks.compressed import CompressedHook
 from ringdp.hooks.futures import failed
+from ringdp.hooks.state_copy import StateCopy
 from ringdp.job.backend import BACKEND, backend_of
 from ringdp.job.elastic import as_unit, is_elastic, refuse_outside
 
@@ -28,8 +30,9 @@ class Elastic(Feature):
         repairs: whether they are; None before that was asked first.
     """
 
-    made_with_reducer = ("repairs",)
+    made_with_reducer = ("repairs", "_counted")
     repairs: bool | None = None
+    _counted: tuple[Callable[[], None], ...] = ()
 
     def in_use(self, ddp: FeaturedDDP) -> dict[str, str]:
         """Raises:
@@ -39,7 +42,9 @@ class Elastic(Feature):
             group = ddp.process_group
             self.repairs = backend_of(group, ddp.device_type) == BACKEND and is_elastic(group)
             if not self.repairs and config.elastic() and dist.get_world_size() > 1:
-                refusals.refuse("elastic", "group")
+                refusals.refuse(
+                    "elastic", "group", "a RingDP over a process group of another backend than ring on the CPU"
+                )
         return {"elastic": ""} if self.repairs else {}
 
     def before_forward(self, ddp: FeaturedDDP) -> None:
@@ -47,7 +52,25 @@ class Elastic(Feature):
 
     def reducer_made(self, ddp: FeaturedDDP) -> None:
         if self.repairs and ddp._delay_all_reduce_params:
-            ddp.reducer.when_counted(_delayed_all_reduce(ddp))
+            self.when_counted(ddp, _delayed_all_reduce(ddp))
+
+    def when_counted(self, ddp: FeaturedDDP, call: Callable[[], None]) -> None:
+        """Let `call` run at the end of each backward whose step counts. It must not keep the wrapper."""
+        self._counted = calls = (*self._counted, call)
+
+        def call_all() -> None:
+            for one in calls:
+                one()
+
+        ddp.reducer.when_counted(call_all)
+
+    def repeatable(self, ddp: FeaturedDDP, state: object, hook: Hook) -> Hook:
+        """The hook, which may be called again for a step that is made again: it then finds `state` as it was."""
+        if isinstance(state, CompressedHook):
+            state.commit_later()
+            self.when_counted(ddp, lambda: state.commit(state.finite))
+            return _with_losses_in_future(hook)
+        return _with_losses_in_future(_with_state_put_back(ddp, state, hook))
 
     def settings(self) -> dict[str, str]:
         return {"elastic": "True (RINGDP_ELASTIC)"} if config.elastic() else {}
@@ -73,7 +96,36 @@ def _delayed_all_reduce(ddp: FeaturedDDP) -> Callable[[], None]:
     return reduce
 
 
-def with_losses_in_future(hook: Hook) -> Hook:
+def _with_state_put_back(ddp: FeaturedDDP, state: object, hook: Hook) -> Hook:
+    """Of a step's buckets, which come in the order of their numbers, the first one has the state from before the step.
+
+    Its operations are over when their futures are asked for: what it attaches to these runs within the call, so that
+    another operation belongs to the step, and the state is complete when the step is made again.
+    """
+    from ringdp import _C
+
+    alive, before = weakref.ref(ddp), StateCopy(state)
+    if before.empty:
+        return hook
+    step = last = -1
+
+    @functools.wraps(hook)
+    def call(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal step, last
+        wrapper = alive()
+        steps = -1 if wrapper is None else wrapper.reducer.report.steps()
+        if steps != step:
+            before.take()
+        elif bucket.index() <= last:
+            before.put_back()
+        step, last = steps, bucket.index()
+        with _C.CompleteFutures():
+            return hook(state, bucket)
+
+    return call
+
+
+def _with_losses_in_future(hook: Hook) -> Hook:
     """A communication hook that waits for its operations raises their errors, which torch passes on as text: so a loss
     fails the future, and the step is made again."""
 

@@ -22,9 +22,18 @@ ELEMENTWISE_HOOKS = (
 )
 
 
+_POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"  # loading it takes time
+
+
 def averages_elements(hook: Callable[..., Any]) -> bool:
     """Whether the hook is known to give all ranks the same mean, of each element by itself."""
     return hook in ELEMENTWISE_HOOKS or bool(getattr(hook, "per_parameter", False))
+
+
+def is_repeatable(hook: Callable[..., Any]) -> bool:
+    """Whether a step that is made again may call it again: it keeps nothing, or nothing but its state."""
+    known = any(hook is one for one in ELEMENTWISE_HOOKS) or getattr(hook, "__module__", "") == _POWER_SGD
+    return known or bool(getattr(hook, "repeatable", False))
 
 
 class OfTorch(Feature):
@@ -48,13 +57,20 @@ class OfTorch(Feature):
 
 def of_hook(hook: Callable[..., Any], state: object, group: dist.ProcessGroup) -> dict[str, str]:
     name = getattr(hook, "__qualname__", repr(hook))
-    found = {
-        "any hook": True,
-        "hook": not (any(hook is known for known in ELEMENTWISE_HOOKS) or getattr(hook, "repeatable", False)),
-        "mixing hook": not averages_elements(hook),
-        "hook of a group": state is not None and state is not group,
-    }
-    return {feature: name for feature, is_found in found.items() if is_found}
+    features = {"any hook": name}
+    if not averages_elements(hook):
+        features["mixing hook"] = name
+    if not is_repeatable(hook):
+        features["unrepeatable"] = name
+    if _group_of(state) not in (None, group):
+        features["group"] = f"of {name}"
+    return features
+
+
+def _group_of(state: object) -> object:
+    if isinstance(state, hooks.CompressedHook):
+        return state.group
+    return state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
 
 
 def of_rules(rules: Rules) -> dict[str, str]:
@@ -64,7 +80,7 @@ def of_rules(rules: Rules) -> dict[str, str]:
             features["auto"] = ""
         elif compressor is not None:
             if not getattr(compressor, "repeatable", True):
-                features["unrepeatable compressor"] = describe(compressor)
+                features["unrepeatable"] = describe(compressor)
             if getattr(compressor, "aggregate", "owner") == "rounds" and not getattr(
                 compressor, "per_parameter", False
             ):

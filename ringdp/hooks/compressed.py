@@ -156,6 +156,10 @@ class CompressedHook:
 
     # Steps.
 
+    def commit_later(self) -> None:
+        """States count where the caller says so from now on: see `commit`."""
+        self._commit_alone = False
+
     def _begin_step(self) -> None:
         if self._commit_alone:
             self._commit_if_finite()
@@ -311,6 +315,9 @@ class _Content:
 def compressed_hook(state: CompressedHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The communication hook; torch wants a function, and its DDP compares the annotations: types, not text."""
     return state(bucket)
+
+
+compressed_hook.repeatable = True  # type: ignore[attr-defined]  # for elastic jobs
 
 
 def ddp_hook(

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ringdp import config, refusals
+from ringdp import config
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError
 
 _log = logging.getLogger("ringdp.elastic")
@@ -85,12 +85,6 @@ def is_elastic(group: dist.ProcessGroup) -> bool:
     from ringdp import _C
 
     return isinstance(group, dist.ProcessGroup) and _C.is_elastic(group)
-
-
-def refuse_where_elastic(group: dist.ProcessGroup | None, feature: str, name: str = "") -> None:
-    """Raise InvalidArgumentError if the group goes on without lost members, which this feature of the table cannot."""
-    if group is not None and is_elastic(group):
-        refusals.refuse("elastic", feature, name)
 
 
 def as_unit(

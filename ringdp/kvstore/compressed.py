@@ -69,7 +69,8 @@ class _Content:
 
 class CompressedPushes:
     """Of one store, by one compressor. Keys that RingDP would not compress either (of one dimension, under 1,024
-    elements, not floating point) stay exact.
+    elements, not floating point) stay exact. The states of a push count from `commit` on: until then it can be made
+    again, also by other ranks.
 
     Args:
         compressor: of all keys that are compressed.
@@ -80,8 +81,15 @@ class CompressedPushes:
         self.compressor = compressor
         self._rules = Rules(compressor)
         self._group = group
+        self._members = group.rank(), group.size()
+        self._finite = True
         self.memory = Memory()
         self._contents: dict[tuple[str, ...], _Content] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Those whose inputs are in the last mean."""
+        return self._members[1]
 
     def describe(self) -> str:
         return describe(self.compressor)
@@ -92,7 +100,8 @@ class CompressedPushes:
         return key.dtype != torch.float64 and self._rules.of(ModelParameter(like, (key.name,))) is not None
 
     def average(self, keys: Sequence[Key], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of all ranks' `inputs` (flat) of each key, float32 and flat: the same bits on all ranks.
+        """The mean of all ranks' `inputs` (flat) of each key, float32 and flat: the same bits on all ranks. What a call
+        that was not committed has left in the states is dropped.
 
         Raises:
             MismatchError: the ranks do not encode the same.
@@ -100,19 +109,35 @@ class CompressedPushes:
         """
         numels = [key.numel for key in keys]
         bucket = torch.cat([it.float() for it in inputs])
+        self.memory.states.commit(False)
+        self._follow()
         self.know(keys)
-        content, ranks, memory = self._content(keys, numels, bucket), self._group.size(), self.memory
-        finite = True
+        self._finite = True
+        rank, ranks = self._members
+        if ranks == 1:
+            return list(bucket.split(numels))
+        content, memory = self._content(keys, numels, bucket), self.memory
         for codec in content.codecs:
             report = codec.average(bucket, self._group, memory.states, 1.0, float(ranks))
-            finite = finite and report.finite
+            self._finite = self._finite and report.finite
         if content.layout.plans:
-            coder = Coder(memory.states, self._group.rank(), ranks, memory.step, 1.0, bucket.device)
+            coder = Coder(memory.states, rank, ranks, memory.step, 1.0, bucket.device)
             run_exchange(content.layout.average(bucket, coder, float(ranks)), self._group)
-            finite = finite and bool(bucket.isfinite().all())
-        memory.states.commit(finite)
-        memory.step += 1
+            self._finite = self._finite and bool(bucket.isfinite().all())
         return list(bucket.split(numels))
+
+    def commit(self) -> None:
+        """The last `average` counts; where a mean was not finite its states are dropped."""
+        self.memory.states.commit(self._finite)
+        self.memory.step += 1
+
+    def _follow(self) -> None:
+        """The group of an elastic job may have other members than in the last call."""
+        members = self._group.rank(), self._group.size()
+        if members != self._members:
+            self._contents.clear()
+            self.memory.follow(self._members, members)
+            self._members = members
 
     def _content(self, keys: Sequence[Key], numels: Sequence[int], bucket: Tensor) -> _Content:
         names = tuple(key.name for key in keys)

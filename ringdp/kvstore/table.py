@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.byte_collectives import device_for
-from ringdp.job.elastic import is_elastic, refuse_where_elastic
+from ringdp.job.elastic import is_elastic
 from ringdp.kvstore.agreement import Operations, compare_settings, describe_keys, describe_names
 from ringdp.kvstore.compressed import CompressedPushes, means_to_slices
 from ringdp.kvstore.keys import Key, Owners, check, describe, describe_type, flat, summed, unknown
@@ -108,9 +108,7 @@ class Table:
     def compress(self, compressor: Any) -> None:
         """Send pushes as codes from now on; None: exactly. The ranks compare it."""
         self.compression = None
-        if compressor is not None:
-            refuse_where_elastic(self.group, "compressed kvstore")
-        if compressor is not None and self.group is not None and self.ranks > 1:
+        if compressor is not None and self.group is not None and self.group.size() > 1:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
 
@@ -314,9 +312,12 @@ class Table:
             return {}
         keys = [self.keys[name] for name in names]
         flats = [summed(inputs[name], key.device) for name, key in zip(names, keys, strict=True)]
-        with self.operations.named(f"push of codes {describe_keys(keys)}{self.purpose(scale)}"):
-            means = self.compression.average(keys, flats)
-        return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.ranks)
+        means = self.operations.run(
+            f"push of codes {describe_keys(keys)}{self.purpose(scale)}",
+            functools.partial(self.compression.average, keys, flats),
+        )
+        self.compression.commit()
+        return means_to_slices(keys, means, self.rank, scale if self.average else scale * self.compression.ranks)
 
     def _lines(self) -> list[str]:
         lines = [f"the store: {self._description}", f"the update: {self.update.describe()}"]

@@ -22,7 +22,7 @@ from ringdp import values
 from ringdp.compression import Compression, CompressorLike
 from ringdp.compression.parameters import ModelParameter
 from ringdp.errors import InvalidArgumentError, InvalidStateError
-from ringdp.job.byte_collectives import device_for, require_member
+from ringdp.job.byte_collectives import device_for
 from ringdp.job.elastic import is_elastic
 from ringdp.job.sibling_group import sibling_groups
 from ringdp.rounds import outer as outer_steps
@@ -88,9 +88,9 @@ class DiLoCo:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         who = type(self).__name__
-        members = require_member(process_group, f"ringdp.{who}")
         chosen_outer = dict(outer_steps.DEFAULT) if outer is None else outer
         together = model.process_group if isinstance(model, DistributedDataParallel) else None
+        members = start.members_of(who, process_group, together)
 
         def checked() -> tuple[Settings, list[ModelParameter], list[torch.optim.Optimizer]]:
             optimizers = start.checked_optimizers(who, inner)

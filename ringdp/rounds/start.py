@@ -14,8 +14,8 @@ from ringdp.compression.tensor_parts import Held, Treatment, held_by, is_dtensor
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named, reaches_core
-from ringdp.job.byte_collectives import device_for
-from ringdp.job.elastic import as_unit, refuse_where_elastic
+from ringdp.job.byte_collectives import device_for, require_member
+from ringdp.job.elastic import as_unit, is_elastic
 from ringdp.rounds.fragments import local_part
 from ringdp.rounds.settings import Settings
 
@@ -92,11 +92,31 @@ def _check_mesh(who: str, one: ModelParameter, ranks: set[int]) -> None:
         )
 
 
+def members_of(
+    who: str, process_group: dist.ProcessGroup | None, inside: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
+    """The ranks that average in rounds: those of `process_group` (None: all). In an elastic job, where a rank may lose
+    its counterparts, all ranks in place of one of each site: a site's parameters are equal, which `inside` keeps so."""
+    group = require_member(process_group, f"ringdp.{who}")
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    alone = inside is not None and inside.size() > 1 and len(_site(group, inside)) == 1
+    return world if alone and is_elastic(group) else group
+
+
+def _site(group: dist.ProcessGroup, inside: dist.ProcessGroup) -> set[int]:
+    return set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(inside))
+
+
 def check_group(who: str, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
-    """Raises InvalidArgumentError where the group cannot carry codes, or its members may change and it has not those of
-    `inside`, which a RingDP keeps in step."""
-    if inside is not None and not set(dist.get_process_group_ranks(inside)) <= set(dist.get_process_group_ranks(group)):
-        refuse_where_elastic(group, "rounds between", who)
+    """Raises InvalidArgumentError where the group cannot carry codes, or has some of the ranks of `inside` beside this
+    one, but not all."""
+    if inside is not None and 1 < len(_site(group, inside)) < inside.size():
+        missing = sorted(set(dist.get_process_group_ranks(inside)) - _site(group, inside))
+        raise InvalidArgumentError(
+            f"{who}: process_group has some of the ranks that the model's RingDP keeps in step, but not"
+            f" {', '.join(map(str, missing))}: give it all of them, or one"
+        )
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 
 import ringdp
@@ -165,6 +165,8 @@ def train(
         model = ringdp.RingDP(net, **given)
         if hook:
             HOOKS[hook](model)
+        for _, kept in model._comm_hooks if state is not None and "hook" in state else ():
+            give_hook_state(kept, state["hook"])  # type: ignore[index]
         net.middle.requires_grad_(sum(step < steps.start for step in freeze) % 2 == 0)
         optimizer = torch.optim.SGD(model.parameters(), 0.0 if in_backward else 0.1, momentum=0.5)
         if in_backward:  # all gradients are None behind it
@@ -211,8 +213,30 @@ def train(
         compression = (options or {}).get("compression")
         told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
         told.own |= {"model": model_state, "optimizer": optimizer.state_dict()} if groups else {}
+        for _, kept in model._comm_hooks:
+            told.own |= {"hook": hook_state(kept)}
         told.own |= {"residuals": model.reducer.compression.take_residuals(list(range(len(list(model.parameters())))))}
     return told
+
+
+def hook_state(state: Any) -> Any:
+    """Of hooks with a state: what the next step of another job needs."""
+    if isinstance(state, powerSGD_hook.PowerSGDState):
+        return {name: getattr(state, name) for name in state.__slots__ if name != "process_group"}
+    if isinstance(state, ringdp.hooks.CompressedHook):
+        return state.state_dict()
+    return dict(state) if isinstance(state, dict) else None
+
+
+def give_hook_state(state: Any, kept: Any) -> None:
+    if isinstance(state, dict):
+        state.update(kept)
+    if isinstance(state, ringdp.hooks.CompressedHook):
+        (entries,) = kept["ranks"].values()
+        here = {"world_size": ringdp.world_size(), "ranks": {str(ringdp.rank()): entries}}
+        state.load_state_dict(kept | here)
+    for name, value in kept.items() if isinstance(state, powerSGD_hook.PowerSGDState) else ():
+        setattr(state, name, value)
 
 
 def group_of(groups: Sequence[Sequence[int]], places: tuple[int, ...] | None) -> dist.ProcessGroup:
@@ -281,6 +305,18 @@ def of_ones_own(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.F
     return done
 
 
+def of_ones_own_with_a_state(state: dict[str, Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What it adds to a gradient depends on those before it, and on how often it was called for the parameter."""
+    for name, gradient in zip(ringdp.hooks.parameter_names(bucket), bucket.gradients(), strict=True):
+        kept = state.setdefault(name, {"sum": torch.zeros_like(gradient), "calls": []})
+        kept["sum"].add_(gradient)
+        kept["calls"].append(name)
+        gradient.add_(kept["sum"], alpha=0.01).add_(1e-3 * len(kept["calls"]))
+    return of_ones_own(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+of_ones_own_with_a_state.repeatable = True  # type: ignore[attr-defined]
+of_ones_own_with_a_state.per_parameter = True  # type: ignore[attr-defined]
 of_ones_own.repeatable = of_ones_own.per_parameter = True  # type: ignore[attr-defined]
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
@@ -290,6 +326,13 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "allreduce": lambda model: model.register_comm_hook(None, ringdp.hooks.allreduce_hook),
     "bf16": lambda model: model.register_comm_hook(model.process_group, ringdp.hooks.bf16_hook),
     "one's own": lambda model: model.register_comm_hook(model.process_group, of_ones_own),
+    "one's own with a state": lambda model: model.register_comm_hook({}, of_ones_own_with_a_state),
+    "torch powerSGD": lambda model: model.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+    ),
+    "ddp_hook": lambda model: model.register_comm_hook(
+        *ringdp.hooks.ddp_hook(ringdp.compression.get("randomk", fraction=0.2, error_feedback=True))
+    ),
     "measured": lambda model: model.measure_compression(every=1),
 }
 
@@ -516,15 +559,11 @@ class Counting:
 REFUSED: dict[str, Callable[[Net], Any]] = {
     "Counting": lambda net: ringdp.RingDP(net, compression=Counting()),
     "_hook_of_the_program": lambda net: ringdp.RingDP(net).register_comm_hook(None, _hook_of_the_program),
-    "another group": lambda net: ringdp.RingDP(net).register_comm_hook(
+    "(of allreduce_hook)": lambda net: ringdp.RingDP(net).register_comm_hook(
         dist.new_group([0, 1]), ringdp.hooks.allreduce_hook
     ),
     "Join": lambda net: ringdp.RingDP(net).join().__enter__(),
-    "compression of a key-value store": lambda net: ringdp.kvstore.create("dist_sync").set_gradient_compression("int8"),
-    "another backend than ring": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
-    "between some of the ranks": lambda net: ringdp.LocalSGD(
-        ringdp.RingDP(net), torch.optim.SGD(net.parameters(), 0.1), process_group=dist.new_group([ringdp.rank()])
-    ),
+    "(backend gloo)": lambda net: ringdp.RingDP(net, process_group=dist.new_group(backend="gloo")),
     "sparse tensors": lambda net: dist.all_reduce(torch.eye(2).to_sparse()),
 }
 """By words of the refusal."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,7 +20,7 @@ import ringdp
 from ringdp import _C
 from ringdp.compression.partition import owner_offset_of
 from ringdp.rounds import diloco, exchange
-from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, telling
+from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, joined, telling
 from tests.fault.faults import Faults
 from tests.train.harness import default_group
 
@@ -53,16 +54,20 @@ def train(
     infinite: tuple[int, int] | None = None,
     mean_each: int = 0,
     sites: tuple[tuple[int, ...], ...] = (),
+    counterparts: bool = False,
 ) -> Told:
     """`gradients` of what it tells are the global parameters. `samples`: ranks count by them.
-    `sites`: of places; the ranks of each average their gradients.
+    `sites`: of places; the ranks of each average their gradients. `counterparts`: rounds between one rank of each site.
     `infinite`: in that step of that place the parameters become so. `mean_each`: a metric, after so many steps."""
     with telling(folder, elastic=elastic, places=places) as (told, place):
         net = Net(width, norm=norm)
         inner = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
-        given = {"outer": OUTER[outer]} if kind == "DiLoCo" else {}
+        given: dict[str, Any] = {"outer": OUTER[outer]} if kind == "DiLoCo" else {}
         with watched(faults, place, told) as watch:
             model = of_a_site(net, sites, place, places, elastic=elastic) if sites else net
+            if counterparts and elastic:
+                between = [[ranks[index] for ranks in sites if index < len(ranks)] for index in range(len(sites[1]))]
+                given["process_group"] = dist.new_subgroups_by_enumeration(between)[0]
             rounds = getattr(ringdp, kind)(model, inner, **given, **(options or {}))
             if state is not None:
                 net.load_state_dict(state["model"])
@@ -104,6 +109,18 @@ def of_a_site(
     del os.environ["RINGDP_SITE"]
     assert between is dist.group.WORLD
     return ringdp.RingDP(net, process_group=inside)
+
+
+def part_of_a_site(folder: str) -> None:
+    with joined(folder, elastic=True):
+        net = Net(8)
+        model = ringdp.RingDP(net)
+        group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if ringdp.rank() < 2:
+            with pytest.raises(ringdp.InvalidArgumentError, match="keeps in step, but not 2: give it all of them"):
+                ringdp.DiLoCo(model, optimizer, every=2, process_group=group)
+        ringdp.monitored_barrier()
 
 
 class Incomplete:

@@ -17,7 +17,7 @@ from tests.fault import elastic_round_jobs as jobs
 from tests.fault.elastic_jobs import Told
 from tests.fault.elastic_oracle import changes, check_equal, live, plain, survivors
 from tests.fault.faults import Fault, Faults, sampled
-from tests.train.harness import ring_is_built, run_outcomes
+from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
@@ -140,6 +140,16 @@ def test_sites_that_lose_a_rank(tmp_path: Path, faults: Faults, compression: Any
     """One goes on with the others, and one that has none left is taken out."""
     options: dict[str, Any] = {"every": 2, "compression": compression}
     compare(tmp_path, 5, faults, options=options, sites=SITES)
+
+
+def test_rounds_between_counterparts_are_over_all_ranks(tmp_path: Path) -> None:
+    """So that a rank whose counterpart is lost goes on as those of its site do."""
+    faults = Faults().kill(1, 3, "forward").kill(2, 6, "after")
+    compare(tmp_path, 5, faults, options={"every": 2}, sites=SITES, counterparts=True)
+
+
+def test_rounds_over_a_part_of_a_site_are_refused(tmp_path: Path) -> None:
+    run_ranks(jobs.part_of_a_site, str(tmp_path), world_size=3, backend=None)
 
 
 @pytest.mark.parametrize("phase", sampled(["leaving", "between", "sent", "done"], 1))

@@ -90,7 +90,23 @@ class RingFuture : public PythonFutureWrapper, public NoSharedFromThis {
   const Attach attach_;
 };
 
+// Between enter and exit get_future waits for the operation, on this thread alone: a callback then runs when it is
+// attached, and an operation that it issues belongs to the unit in which this thread is. One thread.
+class CompleteFutures {
+ public:
+  void enter() { ++depth_; }
+  void exit() { --depth_; }
+  static bool here() { return depth_ > 0; }
+
+ private:
+  static inline thread_local int depth_ = 0;
+};
+
 std::shared_ptr<RingFuture> future_of(const c10::intrusive_ptr<RingWork>& work) {
+  if (CompleteFutures::here()) {
+    const py::gil_scoped_release no_gil;
+    work->wait(kNoTimeout);
+  }
   return RingFuture::make(work->getFuture(), work->callback_path(), work->lane(),
                           [work] { return work->attach_callback(); });
 }
@@ -102,6 +118,10 @@ void bind_work(py::module_& module) {
       .def("then", &RingFuture::then_in_scope, py::arg("callback"))
       .def("add_done_callback", &RingFuture::add_in_scope, py::arg("callback"));
   py::class_<RingWork, c10d::Work, c10::intrusive_ptr<RingWork>>(module, "RingWork").def("get_future", &future_of);
+  py::class_<CompleteFutures>(module, "CompleteFutures", "In its block futures of operations are complete.")
+      .def(py::init<>())
+      .def("__enter__", &CompleteFutures::enter)
+      .def("__exit__", [](CompleteFutures& it, const py::object&, const py::object&, const py::object&) { it.exit(); });
 }
 
 }  // namespace ringdp
