@@ -42,9 +42,7 @@ class Elastic(Feature):
             group = ddp.process_group
             self.repairs = backend_of(group, ddp.device_type) == BACKEND and is_elastic(group)
             if not self.repairs and config.elastic() and dist.get_world_size() > 1:
-                refusals.refuse(
-                    "elastic", "group", "a RingDP over a process group of another backend than ring on the CPU"
-                )
+                refusals.refuse("elastic", "group", f"backend {backend_of(group, ddp.device_type)}")
         return {"elastic": ""} if self.repairs else {}
 
     def before_forward(self, ddp: FeaturedDDP) -> None:
