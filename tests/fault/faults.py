@@ -129,3 +129,9 @@ def sampled(cases: Sequence[Any], most: int) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)
     ]
+
+
+def drawn(most: int, quick: int = 0) -> list[Any]:
+    """Seeds 0, 1, … for jobs that are drawn: the first `quick` for the default tier. RINGDP_TEST_DRAWS=900: so many."""
+    most = int(os.environ.get("RINGDP_TEST_DRAWS", most))
+    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(most)]

@@ -16,7 +16,7 @@ import torch
 from ringdp.data import Limits
 from tests.fault import elastic_data_jobs as jobs
 from tests.fault.elastic_oracle import survivors
-from tests.fault.faults import PHASES, Faults
+from tests.fault.faults import PHASES, Faults, drawn
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -72,7 +72,7 @@ def check_weights(told: dict[int, Any], parts: list[tuple[int, Parts]], samples:
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-9, atol=1e-9)
 
 
-def drawn(number: int) -> tuple[Faults, dict[str, Any]]:
+def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     draw = random.Random(number)
     faults, step = Faults(), draw.randrange(14)
     for place in draw.sample(range(WORLD), draw.choice([1, 1, 2, 3])):
@@ -85,9 +85,9 @@ def drawn(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", [pytest.param(one, marks=[pytest.mark.slow] * (one > 5)) for one in range(60)])
+@pytest.mark.parametrize("number", drawn(60, quick=6))
 def test_a_balanced_sampler(tmp_path: Path, number: int) -> None:
-    faults, job = drawn(number)
+    faults, job = drawn_job(number)
     told, parts = train(tmp_path, faults, **job)
     check_samples(tmp_path, parts, job["samples"], 3)
     check_weights(told, parts, job["samples"])

@@ -16,7 +16,7 @@ from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
 from tests.fault.elastic_jobs import train as jobs_train
 from tests.fault.elastic_oracle import compare, live, survivors
-from tests.fault.faults import PHASES, Faults, sampled
+from tests.fault.faults import PHASES, Faults, drawn, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -201,7 +201,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     if chosen == "compression":
         options["compression"] = draw.choice(COMPRESSIONS)
     elif chosen == "hook":
-        job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16"])
+        job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16", *STATEFUL])
     elif chosen == "sparse":
         job["sparse"] = True
     else:
@@ -213,8 +213,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(200))
+@pytest.mark.parametrize("number", drawn(200))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 4, faults, **job)

@@ -11,7 +11,7 @@ import pytest
 from ringdp.compression import Int8
 from tests.fault import elastic_group_jobs as jobs
 from tests.fault.elastic_oracle import compare, survivors
-from tests.fault.faults import PHASES, Faults, sampled
+from tests.fault.faults import PHASES, Faults, drawn, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -61,8 +61,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(100))
+@pytest.mark.parametrize("number", drawn(100))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 5, faults, **job)

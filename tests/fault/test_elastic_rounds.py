@@ -16,7 +16,7 @@ from ringdp.compression import Int8
 from tests.fault import elastic_round_jobs as jobs
 from tests.fault.elastic_jobs import Told
 from tests.fault.elastic_oracle import changes, check_equal, live, plain, survivors
-from tests.fault.faults import Fault, Faults, sampled
+from tests.fault.faults import Fault, Faults, drawn, sampled
 from tests.train.harness import ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
@@ -195,7 +195,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", [*range(2), *(pytest.param(it, marks=pytest.mark.slow) for it in range(2, 300))])
+@pytest.mark.parametrize("number", drawn(300, quick=2))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 4, faults, **job)
