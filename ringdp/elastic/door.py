@@ -21,7 +21,7 @@ ALIVE_S = 2.0
 """A newcomer whose count has not gone on for so long has died, or is stopped: the members do not meet it."""
 GONE_S = 60.0
 """And it is not let in any more."""
-TOGETHER_S = 0.2
+TOGETHER_S = 0.1
 """Newcomers that come within so long of each other are let in together."""
 MOST_FAILURES = 5
 """Of worlds with a newcomer that was not let in."""

@@ -7,8 +7,11 @@ to run code.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import math
+import mmap
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from ringdp.job.byte_collectives import all_gather_bytes, broadcast_bytes
 
 _log = logging.getLogger("ringdp.elastic")
 _SMALL = 1 << 16  # bytes; tensors below travel together
+_LARGE = 4 << 20
 _TAG = 7001
 _MARK = "ringdp: tensor"
 
@@ -151,7 +155,19 @@ def _place_for(name: str, shape: Sequence[int], dtype: torch.dtype, into: Mappin
     mine = into.get(name)
     if mine is not None and list(mine.shape) == list(shape) and mine.dtype == dtype:
         return mine.detach()
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return _empty(shape, dtype)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """In huge pages where it is large, which torch does not ask for: the members wait while what they send meets pages
+    that are new."""
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < _LARGE:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
