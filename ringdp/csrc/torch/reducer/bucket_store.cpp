@@ -248,7 +248,10 @@ void BucketStore::write(std::size_t parameter) {
   if (bucket.sparse) {
     write_sparse(bucket, slot.parameter, parameters_.names()[parameter], owns_gradient(parameter));
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    bucket.buffer = gradient_times(bucket.buffer, factors_.outgoing);
+    if (factors_.when_sent)
+      bucket.factors = factors_.of_ranks;
+    else
+      bucket.buffer = gradient_times(bucket.buffer, factors_.outgoing);
     return;
   }
   at::Tensor& grad = slot.parameter.mutable_grad();

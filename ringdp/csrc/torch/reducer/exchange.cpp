@@ -136,6 +136,12 @@ ReductionStrategy& BucketReducer::begin(Bucket& bucket, const at::Tensor& buffer
 // Always writes zeros, since the old values may not be finite.
 void BucketReducer::multiply(Bucket& bucket, const ReductionStrategy& strategy) const {
   const double own = bucket.factors[static_cast<std::size_t>(group_.rank())];
+  if (bucket.sparse) {  // which a .grad may share
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    bucket.buffer = gradient_times(bucket.buffer, own);
+    bucket.factors.clear();
+    return;
+  }
   const bool later = bucket.direct && strategy.multiplies(bucket);
   at::Tensor gradients = bucket.gradients;
   if (bucket.result.defined()) {
