@@ -18,7 +18,7 @@ from ringdp.hooks.compressed import CompressedHook
 from ringdp.hooks.futures import failed
 from ringdp.hooks.state_copy import StateCopy
 from ringdp.job.backend import BACKEND, backend_of
-from ringdp.job.elastic import as_unit, is_elastic, refuse_outside
+from ringdp.job.elastic import as_unit, is_elastic, refuse_outside, view_of
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -95,7 +95,8 @@ def _delayed_all_reduce(ddp: FeaturedDDP) -> Callable[[], None]:
 
 
 def _with_state_put_back(ddp: FeaturedDDP, state: object, hook: Hook) -> Hook:
-    """Of a step's buckets, which come in the order of their numbers, the first one has the state from before the step.
+    """The first bucket of a step has the state from before it, also where the members change and the step is made again:
+    its buckets come in the order of their numbers, but not those that only the lost rank used.
 
     Its operations are over when their futures are asked for: what it attaches to these runs within the call, so that
     another operation belongs to the step, and the state is complete when the step is made again.
@@ -105,18 +106,19 @@ def _with_state_put_back(ddp: FeaturedDDP, state: object, hook: Hook) -> Hook:
     alive, before = weakref.ref(ddp), StateCopy(state)
     if before.empty:
         return hook
-    step = last = -1
+    step, view, last = -1, 0, -1
 
     @functools.wraps(hook)
     def call(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        nonlocal step, last
+        nonlocal step, view, last
         wrapper = alive()
-        steps = -1 if wrapper is None else wrapper.reducer.report.steps()
-        if steps != step:
+        assert wrapper is not None, "a wrapper's bucket outlived it"
+        now = view_of(wrapper.process_group)
+        if step != (step := wrapper.reducer.report.steps()):
             before.take()
-        elif bucket.index() <= last:
+        elif view != now or bucket.index() <= last:
             before.put_back()
-        step, last = steps, bucket.index()
+        view, last = now, bucket.index()
         with _C.CompleteFutures():
             return hook(state, bucket)
 

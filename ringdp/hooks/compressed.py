@@ -84,7 +84,10 @@ class CompressedHook:
         unit; a loss is the future's error, and all buckets of the step come again.
         """
         if is_elastic(self.group):
-            return Promise(bucket.buffer().device).keep(lambda: self._average(bucket).wait())
+            from ringdp import _C
+
+            with _C.CompleteFutures():  # a future does not know the members
+                return Promise(bucket.buffer().device).keep(lambda: self._average(bucket).wait())
         return self._average(bucket)
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -132,6 +132,6 @@ def sampled(cases: Sequence[Any], most: int) -> list[Any]:
 
 
 def drawn(most: int, quick: int = 0) -> list[Any]:
-    """Seeds 0, 1, … for jobs that are drawn: the first `quick` for the default tier. RINGDP_TEST_DRAWS=900: so many."""
-    most = int(os.environ.get("RINGDP_TEST_DRAWS", most))
+    """Seeds 0, 1, … for jobs that are drawn: the first `quick` for the default tier. DRAWS=900: so many."""
+    most = int(os.environ.get("DRAWS", most))
     return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(most)]

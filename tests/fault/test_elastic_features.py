@@ -111,7 +111,8 @@ STATEFUL = ("one's own with a state", "torch powerSGD", "ddp_hook")
 @pytest.mark.parametrize("hook", STATEFUL)
 def test_hooks_with_a_state(tmp_path: Path, hook: str, phase: str) -> None:
     """It is what the steps that count have left, each once."""
-    compare(tmp_path, 3, Faults().kill(1, 2, phase), hook=hook, options={"reproducible": False})
+    options = {"reproducible": False, "bucket_cap_mb": 0.002 if hook == "ddp_hook" else 0.1}  # some buckets are exact
+    compare(tmp_path, 3, Faults().kill(1, 2, phase), hook=hook, options=options)
 
 
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
@@ -208,7 +209,8 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
         options["compression"] = draw.choice(COMPRESSIONS)
     elif chosen == "hook":
         job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16", *STATEFUL])
-        if job["hook"] == "torch powerSGD":  # it knows buckets by their numbers, which a new job may lay out anew
+        if job["hook"] in ("torch powerSGD", "ddp_hook"):
+            # A new job may lay out its buckets anew: they are known by their numbers, or added in another order.
             job |= {"norm": False, "branches": False}
     elif chosen == "sparse":
         job["sparse"] = True
@@ -218,6 +220,8 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     if draw.random() < 0.3:
         options["guard"] = draw.choice([2, 3])
     options["gradient_as_bucket_view"] = draw.random() < 0.7
+    if job.get("branches") and chosen != "compression":
+        options["reproducible"] = True  # also where a job that is compared with it has other buckets
     return faults, job
 
 
