@@ -95,8 +95,8 @@ def _delayed_all_reduce(ddp: FeaturedDDP) -> Callable[[], None]:
 
 
 def _with_state_put_back(ddp: FeaturedDDP, state: object, hook: Hook) -> Hook:
-    """The first bucket of a step has the state from before it, also where the members change and the step is made again:
-    its buckets come in the order of their numbers, but not those that only the lost rank used.
+    """The first bucket of a step has the state from before it, also where the members change and the step is made
+    again: its buckets come in the order of their numbers, but not those that only the lost rank used.
 
     Its operations are over when their futures are asked for: what it attaches to these runs within the call, so that
     another operation belongs to the step, and the state is complete when the step is made again.
