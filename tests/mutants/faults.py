@@ -413,8 +413,29 @@ COMPRESSORS += [
     in_python(
         "an optimizer in backward steps before its step counts",
         "ddp/comm_hooks.py",
-        "            if self.ringdp_features[Elastic].repairs:\n",
+        "            if elastic.repairs:\n",
         "            if False:\n",
+        "tests/fault/test_elastic_features.py",
+    ),
+    in_python(
+        "a hook that is called again finds the state that it has left",
+        "ddp/elastic.py",
+        "            before.put_back()\n",
+        "            pass\n",
+        "tests/fault/test_elastic_features.py",
+    ),
+    in_python(
+        "codes that a push has left behind when it is made again count",
+        "kvstore/compressed.py",
+        "        self.memory.states.commit(False)\n",
+        "        self.memory.states.commit(True)\n",
+        "tests/fault/test_elastic_kept.py",
+    ),
+    core(
+        "a sparse gradient of an elastic job is averaged without its batch's weight",
+        "torch/reducer/exchange.cpp",
+        "gradient_times(bucket.buffer, own)",
+        "bucket.buffer",
         "tests/fault/test_elastic_features.py",
     ),
 ]
