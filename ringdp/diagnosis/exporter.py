@@ -16,15 +16,18 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 PHASES = {"between": "between steps", "forward": "forward", "backward": "backward", "after": "optimizer"}
 PHASES |= {"other_wait": "other operations", "exposed": "waiting at the end of backward"}
 _log = logging.getLogger("ringdp.metrics")
+_COUNTERS = {
+    "ringdp_steps": ("step", "Steps that the rank has made."),
+    "ringdp_skipped_steps": ("skipped", "Steps whose gradients were not finite."),
+    "ringdp_sent_bytes": ("sent_bytes_total", "Bytes that the rank has sent."),
+}
+"""Their names end in _total where they are served."""
 _GAUGES = {
-    "ringdp_step": ("step", "The last step that the rank has made."),
-    "ringdp_sent_bytes": ("sent_bytes", "Bytes that the rank sent in its last step."),
     "ringdp_compression_ratio": ("ratio", "How many times smaller the gradients' codes are."),
     "ringdp_busbw_bytes_per_second": (
         "busbw_bytes_per_s",
         "Bandwidth of the gradients on a link (busbw of nccl-tests).",
     ),
-    "ringdp_skipped_steps": ("skipped", "Steps whose gradients were not finite."),
     "ringdp_memory_bytes": ("memory_bytes", "Resident memory of the rank."),
     "ringdp_last_step_timestamp_seconds": ("time", "When the rank made its last step, since 1970."),
 }
@@ -48,12 +51,16 @@ class Collector:
         self._logged: dict[Path, str] = {}  # why a file could not be read, as logged
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         failed: dict[Path, str] = {}
         states = self._read(failed) if self._folder.is_dir() else []
         labels = ["rank", "host"]
-        families = {name: GaugeMetricFamily(name, about, labels=labels) for name, (_, about) in _GAUGES.items()}
+        families: dict[str, Any] = {
+            name: GaugeMetricFamily(name, about, labels=labels) for name, (_, about) in _GAUGES.items()
+        }
+        for name, (_, about) in _COUNTERS.items():
+            families[name] = CounterMetricFamily(name, about, labels=labels)
         steps = GaugeMetricFamily("ringdp_step_seconds", "The mean of the last 20 steps.", labels=labels)
         phase = GaugeMetricFamily(
             "ringdp_phase_seconds", "Where a step goes, the mean of 20.", labels=[*labels, "phase"]
@@ -62,7 +69,7 @@ class Collector:
         logged = GaugeMetricFamily("ringdp_logged", "Values given to ringdp.metrics.log.", labels=[*labels, "name"])
         for one in states:
             who = [str(one.rank), str(one.last.get("host", ""))]
-            for name, (key, _) in _GAUGES.items():
+            for name, (key, _) in (_GAUGES | _COUNTERS).items():
                 if isinstance(value := one.last.get(key), int | float):
                     families[name].add_metric(who, value)
             steps.add_metric(who, one.seconds("step"))

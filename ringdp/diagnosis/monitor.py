@@ -286,6 +286,7 @@ class StepMonitor:
             row,
             gradient_bytes,
             max(sent - self._sent_before, 0),
+            sent,
             self._ratio,
             self._skipped,
             self._waited,

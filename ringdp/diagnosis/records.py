@@ -29,6 +29,7 @@ Record = dict[str, Any]
 OWN_NAMES = frozenset(
     (
         *("time", "rank", "world", "host", "model", "step", "step_s", "bytes", "sent_bytes", "ratio"),
+        "sent_bytes_total",
         *("busbw_bytes_per_s", "skipped", "slow_peer", "slow_peer_s", "verdict", "memory_bytes"),
         *(f"{name}_s" for name in FIELDS),
     )
@@ -52,6 +53,7 @@ class StepTaken(NamedTuple):
         row: of `FIELDS`.
         bytes: of gradients.
         sent: bytes of this process, since the step before.
+        sent_total: bytes of this process, since it joined the job.
         ratio: of compression.
         skipped: steps so far whose gradients were not finite.
         waited: the rank waited for in the last window, and seconds a step; None: not known yet.
@@ -66,6 +68,7 @@ class StepTaken(NamedTuple):
     row: list[float]
     bytes: int
     sent: int
+    sent_total: int
     ratio: float
     skipped: int
     waited: tuple[int, float] | None
@@ -85,6 +88,7 @@ class StepTaken(NamedTuple):
             **_seconds(self.row),
             "bytes": self.bytes,
             "sent_bytes": self.sent,
+            "sent_bytes_total": self.sent_total,
             "ratio": round(self.ratio, 3),
             "busbw_bytes_per_s": round(reduced / on_its_way) if on_its_way > 0 else 0,
             "skipped": self.skipped,

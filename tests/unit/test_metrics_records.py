@@ -32,7 +32,7 @@ def record(step: int, **more: Any) -> Record:
         "exposed_s": 0.1,
         "other_wait_s": 0.0,
     }
-    return base | phases | {"sent_bytes": 1 << 20, "memory_bytes": 2 << 30} | more
+    return base | phases | {"sent_bytes": 1 << 20, "sent_bytes_total": 5 << 20, "memory_bytes": 2 << 30} | more
 
 
 def made(step: int) -> Callable[[], Record]:
@@ -112,13 +112,13 @@ def written(folder: Path, rank: int, *records: Any) -> None:
 
 
 def test_a_file_begins_anew_and_the_readers_have_the_steps_before(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path, 0, most_bytes=5_000)
+    sink = JsonLines(tmp_path, 0, most_bytes=6_000)
     for step in range(1, 200):
         sink.write([record(step)])
         [state] = read(tmp_path)
         assert state.last["step"] == step
         assert state.steps == min(step, 20)
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 11_000
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 13_000
     assert {file.name for file in tmp_path.iterdir()} <= {"rank_00000.jsonl", "rank_00000.jsonl.1"}
 
 
@@ -234,7 +234,9 @@ def test_prometheus_gets_all_ranks(tmp_path: Path) -> None:
     port = serve(tmp_path, 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
-    assert 'ringdp_step{host="h0",rank="1"} 7.0' in text
+    assert 'ringdp_steps_total{host="h0",rank="1"} 7.0' in text
+    assert 'ringdp_sent_bytes_total{host="h0",rank="0"} 5.24288e+06' in text
+    assert "# TYPE ringdp_sent_bytes_total counter" in text
     assert 'ringdp_phase_seconds{host="h0",phase="backward",rank="0"} 0.1' in text
     assert 'ringdp_logged{host="h0",name="loss",rank="0"} 0.5' in text
 
@@ -254,7 +256,7 @@ def test_a_file_that_cannot_be_read_keeps_no_other_rank_from_prometheus(
     caplog.clear()
     texts = [generate_latest(registry).decode() for _ in range(2)]
     for text in texts:
-        assert 'ringdp_step{host="h0",rank="1"} 7.0' in text
+        assert 'ringdp_steps_total{host="h0",rank="1"} 7.0' in text
         assert 'ringdp_unreadable_file{file="rank_00000.jsonl",reason="Is a directory"} 1.0' in text
     assert len(caplog.records) <= 1  # once; the registry may have asked before
     (tmp_path / "rank_00000.jsonl").rmdir()
@@ -268,7 +270,7 @@ def test_the_dashboard_shows_what_is_served_and_nothing_else(tmp_path: Path) -> 
     from ringdp.diagnosis.exporter import Collector
 
     (tmp_path / "rank_00000.jsonl").write_text(json.dumps(record(7, slow_peer=1)) + "\n")
-    served = {family.name for family in Collector(tmp_path).collect()}
+    served = {f"{it.name}{'_total' * (it.type == 'counter')}" for it in Collector(tmp_path).collect()}
     dashboard = json.loads((Path(__file__).parents[2] / "examples" / "grafana_dashboard.json").read_text())
     shown = {
         name
