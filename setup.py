@@ -24,7 +24,7 @@ WITHOUT_TORCH = {"sdist", "egg_info", "dist_info"}
 
 def metadata(torch: str | None) -> dict[str, Any]:
     """The version and the requirements, of sources or of a build for this torch."""
-    found = re.search(r'^__version__ = "(.+)"$', Path("ringdp/__init__.py").read_text(), re.MULTILINE)
+    found = re.search(r'^__version__ = "(.+?)"', Path("ringdp/__init__.py").read_text(), re.MULTILINE)
     version = found[1] if found else "0"
     common = {"project_urls": toolchain.project_urls()}
     if torch is None:

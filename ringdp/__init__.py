@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ from ringdp import _early
 if _early.is_launcher(sys.orig_argv):
     _early.hold()
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # of the sources; that of a build names its torch, as pip does
+with contextlib.suppress(ImportError):
+    __version__ = importlib.import_module("ringdp._build_info").VERSION
 
 if TYPE_CHECKING:
     from ringdp import amp, checkpoint, compression, data, elastic, hooks, kvstore, metrics, nn, testing

@@ -257,6 +257,7 @@ class BuildExt(BuildExtension):
         lines = [
             '"""What this build was made for; written by setup.py, compared by ringdp/_build.py."""',
             "",
+            f"VERSION = {self.distribution.get_version()!r}",
             f"TORCH_VERSION = {str(torch.__version__)!r}",
             f"PYTHON_TAG = {sys.implementation.cache_tag!r}",
             f"COMPILER = {self.compiler_version!r}",

@@ -46,7 +46,7 @@ ringdp.shutdown()
 
 
 def ringdp_version() -> str:
-    (version,) = re.findall(r'^__version__ = "(.*)"', (ROOT / "ringdp" / "__init__.py").read_text(), re.MULTILINE)
+    (version,) = re.findall(r'^__version__ = "(.+?)"', (ROOT / "ringdp" / "__init__.py").read_text(), re.MULTILINE)
     return str(version)
 
 
