@@ -33,6 +33,15 @@ from ringdp.launcher.stopped import StoppedRanks
 from ringdp.launcher.views import Stream
 from ringdp.launcher.waiting import Waiting
 
+_RUN_PATH = """\
+import sys
+sys.path[:] = {path!r}
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.run import run_script_path
+record(run_script_path)(*sys.argv[1:])
+"""
+"""The program of an elastic job's ranks with --run-path: processes, not functions, so that each can end by itself."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
@@ -106,6 +115,9 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
     config, entrypoint, entrypoint_args = torchrun.config_from_args(args)
     args.log_dir = log_dir
+    if args.run_path and args.elastic:
+        program = _RUN_PATH.format(path=sys.path).replace("$", "$$")  # torch replaces ${local_rank}
+        entrypoint, entrypoint_args = sys.executable, ["-u", "-c", program, *entrypoint_args]
     if args.logs_specs is None:
 
         def started(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:

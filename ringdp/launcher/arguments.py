@@ -378,8 +378,6 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         )
     if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
         refused.append("restarts on several hosts")
-    if args.run_path:
-        refused.append("run_path")
     if args.logs_specs is not None:
         refused.append("logs_specs")
     if refused:
