@@ -59,7 +59,6 @@ FEATURES = {
     "ddp_hook": "ddp_hook or simulate",
     "warmup_steps": "warmup_steps of a Compression",
     "restarts on several hosts": "--max-restarts on several hosts",
-    "logs_specs": "--logs-specs",
     "redirects": "--redirects, --tee or --local-ranks-filter",
     "console": "--console",
 }
@@ -97,7 +96,6 @@ TABLE = (
     ),
     Row("elastic", "group", "groups of other backends do not go on without a lost rank", "make the group on ring"),
     Row("elastic", "restarts on several hosts", "the launchers start no rank again", "leave out --max-restarts"),
-    Row("elastic", "logs_specs", "it needs the default folder of logs", "leave it out"),
     Row("console", "redirects", "both say where output goes", "leave out one of them"),
     Row("reproducible", "backend", "only the backend ring adds in rank order", "make a group on ring"),
     Row("reproducible", "auto", "it chooses by measured speeds", "name a compressor"),

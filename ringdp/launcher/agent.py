@@ -25,7 +25,7 @@ from ringdp import _early
 from ringdp.config import threads
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
-from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.logs import RankLogs, RankLogsSpecs, UsersLogsSpecs
 from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import OtherNodeFailed
 from ringdp.launcher.replacements import Replacements
@@ -118,28 +118,32 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     if args.run_path and args.elastic:
         program = _RUN_PATH.format(path=sys.path).replace("$", "$$")  # torch replaces ${local_rank}
         entrypoint, entrypoint_args = sys.executable, ["-u", "-c", program, *entrypoint_args]
-    if args.logs_specs is None:
 
-        def started(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
-            of_this_attempt[:] = ranks
-            message = messages.Started(
-                attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                world_size=int(environ["WORLD_SIZE"]),
-                threads=os.environ.get("OMP_NUM_THREADS"),
-                ranks=tuple(ranks),
-            )
-            messages.post(orders.status_fd, message)
-            if waiting is not None:
-                waiting.end()
+    def started_all(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
+        of_this_attempt[:] = ranks
+        message = messages.Started(
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            world_size=int(environ["WORLD_SIZE"]),
+            threads=os.environ.get("OMP_NUM_THREADS"),
+            ranks=tuple(ranks),
+        )
+        messages.post(orders.status_fd, message)
+        if waiting is not None:
+            waiting.end()
 
-        config.logs_specs = RankLogsSpecs(
+    logs_specs: RankLogsSpecs | UsersLogsSpecs
+    if args.logs_specs is not None and config.logs_specs is not None:
+        logs_specs = UsersLogsSpecs(config.logs_specs, folder=orders.folder, started=started_all)
+    else:
+        logs_specs = RankLogsSpecs(
             folder=orders.folder,
             views=orders.arguments.views,
             # A function (--run-path) redirects its streams itself, into something that must be able to seek.
             terminals=orders.terminals if isinstance(entrypoint, str) else {},
             tail_for_filters=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters),
-            started=started,
+            started=started_all,
         )
+    config.logs_specs = logs_specs
 
     def meeting(handler: RendezvousHandler) -> None:
         if waiting is not None:
@@ -166,7 +170,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         def none(rank: int, why: str) -> None:
             say(f"rank {rank}: {why}")
 
-        return elastic.Replacing(replacements=Replacements(most), started=started, none=none)
+        return elastic.Replacing(replacements=Replacements(most, logs_specs.logs_of), started=started, none=none)
 
     def again(words: str) -> None:
         line = f"{words}: the ranks there are started again, and with them those here, which had ended well"

@@ -369,7 +369,6 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError("--notice-cmd needs --elastic")
     if not args.elastic:
         return
-    refused = []
     least = torchrun.parse_min_max_nnodes(args.nnodes)[0]
     if least != max_nodes and args.rdzv_backend != "c10d":
         raise ValueError(
@@ -377,11 +376,7 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
             " that come later find the job"
         )
     if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
-        refused.append("restarts on several hosts")
-    if args.logs_specs is not None:
-        refused.append("logs_specs")
-    if refused:
-        raise ValueError(refusals.explain("elastic", refused[0]))
+        raise ValueError(refusals.explain("elastic", "restarts on several hosts"))
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
@@ -550,6 +545,8 @@ def _meeting(args: argparse.Namespace) -> Meeting:
 def _views(args: argparse.Namespace) -> Views:
     redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
     local_ranks = frozenset(int(part) for part in args.local_ranks_filter.split(",") if part.strip())
+    if args.logs_specs is not None:
+        return Views(console="none")
     as_torchrun = bool(redirects) or bool(tee) or bool(local_ranks)
     if as_torchrun and args.console is not None:
         raise ValueError(refusals.explain("console", "redirects"))

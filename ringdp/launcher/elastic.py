@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -20,7 +19,7 @@ from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import End
-from ringdp.launcher.replacements import Replacements
+from ringdp.launcher.replacements import Replacements, beside
 from ringdp.launcher.stopped import StoppedRanks
 
 
@@ -267,9 +266,10 @@ def report_to(
 
 def _goes_on(context: SubprocessContext, local_rank: int) -> bool:
     """Whether the rank has joined an elastic job: from then on it does without others."""
-    return Path(context.error_files[local_rank]).with_name(ELASTIC_MARK).exists()
+    return beside(context, local_rank, ELASTIC_MARK).exists()
 
 
 def _failure(context: SubprocessContext, local_rank: int, code: int) -> ProcessFailure:
     pid = context.subprocess_handlers[local_rank].proc.pid
-    return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=context.error_files[local_rank])
+    error_file = context.error_files.get(local_rank, "")
+    return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)

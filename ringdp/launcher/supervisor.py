@@ -59,7 +59,7 @@ def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | N
         return _on_many_hosts(arguments, arguments.placement)
     try:
         folder = make_run_folder(
-            log_dir=arguments.log_dir,
+            log_dir=Path(os.devnull) if arguments.torchrun.logs_specs else arguments.log_dir,
             script=arguments.torchrun.training_script,
             several_hosts=arguments.several_hosts,
         )
@@ -324,7 +324,7 @@ class Supervisor:
 
     def _grace_left(self) -> float:
         grace_s = self._arguments.grace_s
-        if self._started is None and self._arguments.torchrun.logs_specs is None:
+        if self._started is None:
             # There is no rank yet that could save anything; the agent may be waiting in C++, where it does not handle
             # signals.
             grace_s = min(grace_s, NO_RANKS_GRACE_S)

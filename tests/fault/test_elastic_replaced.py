@@ -30,6 +30,8 @@ TRAIN = """
         for x, y in loader:
             if first and ringdp.rank() == 1 and job.step == 3 and "kill" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if first and ringdp.rank() == 1 and job.step == 3 and "raise" in sys.argv:
+                raise ValueError("a bad label")
             if not first and "again" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
             (model(x) - y).square().mean().backward()
@@ -62,6 +64,33 @@ def test_a_rank_that_was_killed_is_replaced(tmp_path: Path, jobs: list[Job]) -> 
     assert re.search(r"ringrun: another process takes the place of rank 1, its log in \S+/1-2\n", job.err), job.err
     assert re.search(r"ringdp: step \d+: rank 3 joined: 3 ranks go on as view 3; 0\.\d+ s", job.err), job.err
     assert re.search(r"finished after .* without rank 1 \(SIGKILL, replaced\), lost on the way", job.err), job.err
+    assert job.out.count(" of 3: ") == 3
+    assert len(ends(job)) == 1
+
+
+@pytest.mark.parametrize(("log_dir", "known"), [("mine", True), ("/dev/null", False)])
+def test_a_users_logs_specs_say_where_output_goes(tmp_path: Path, jobs: list[Job], log_dir: str, known: bool) -> None:
+    """Those of the process that was replaced go on; and that of one that keeps nothing is not known."""
+    where = ("--logs-specs", "default", "--log-dir", log_dir, "--redirects", "2")
+    (temporary := tmp_path / "temporary").mkdir()
+    environ = {"TMPDIR": str(temporary)}
+    job = Job(tmp_path, "--elastic", "-n", "3", *where, script(tmp_path, TRAIN), "raise", environ=environ)
+    jobs.append(job)
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    said = re.findall(r"ringrun: rank 1 on host \S+ (.*)\n", job.err)
+    if known:
+        [log] = tmp_path.glob("mine/*/attempt_0/1/stderr.log")
+        short = log.relative_to(tmp_path)
+        assert said == [f"raised ValueError: a bad label; the other ranks go on without it; log: {short}"], job.err
+        text = log.read_text()
+        assert text.index("a bad label") < text.index("joined as rank")
+    else:
+        assert said == ["ended with exit code 1; the other ranks go on without it"], job.err
+    assert "ringrun: another process takes the place of rank 1\n" in job.err
+    assert re.search(r"finished after .* steps? without rank 1 \(.*, replaced\), lost on the way\n", job.err), job.err
+    assert not (tmp_path / "logs").exists()
+    assert not list(temporary.glob("ringdp-*"))
     assert job.out.count(" of 3: ") == 3
     assert len(ends(job)) == 1
 
