@@ -58,7 +58,6 @@ FEATURES = {
     "backend": "the backend {name}",
     "ddp_hook": "ddp_hook or simulate",
     "warmup_steps": "warmup_steps of a Compression",
-    "restarts on several hosts": "--max-restarts on several hosts",
     "redirects": "--redirects, --tee or --local-ranks-filter",
     "console": "--console",
 }
@@ -95,7 +94,6 @@ TABLE = (
         "give it the second group of ringdp.levels()",
     ),
     Row("elastic", "group", "groups of other backends do not go on without a lost rank", "make the group on ring"),
-    Row("elastic", "restarts on several hosts", "the launchers start no rank again", "leave out --max-restarts"),
     Row("console", "redirects", "both say where output goes", "leave out one of them"),
     Row("reproducible", "backend", "only the backend ring adds in rank order", "make a group on ring"),
     Row("reproducible", "auto", "it chooses by measured speeds", "name a compressor"),

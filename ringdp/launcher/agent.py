@@ -153,7 +153,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
 
     def restarting(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures, stopped)))
-        if waiting is not None:
+        if waiting is not None and not args.elastic:  # whose launchers agree without another rendezvous
             waiting.begin()
 
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
@@ -172,10 +172,10 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
 
         return elastic.Replacing(replacements=Replacements(most, logs_specs.logs_of), started=started, none=none)
 
-    def again(words: str) -> None:
-        line = f"{words}: the ranks there are started again, and with them those here, which had ended well"
-        messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
-        if waiting is not None:
+    def again(words: str, ended_well: bool) -> None:
+        line = f"{words}: the ranks there are started again, and with them those here"
+        say(f"{line}, which had ended well" if ended_well else line)
+        if waiting is not None and not args.elastic:
             waiting.begin()
 
     host = socket.gethostname()

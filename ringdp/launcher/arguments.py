@@ -375,8 +375,6 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
             "--nnodes with a minimum and a maximum needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where hosts"
             " that come later find the job"
         )
-    if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
-        raise ValueError(refusals.explain("elastic", "restarts on several hosts"))
 
 
 def _check_metrics(args: argparse.Namespace) -> None:

@@ -55,14 +55,14 @@ def failed(
 
 
 def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[str]:
-    """The summary on a node whose ranks ended well, of a job that failed on another one.
+    """The summary on a node whose own ranks are not to blame, of a job that failed on another one.
 
     Args:
         words: the failure there.
         seconds: how long the run took.
         folder: the run's folder here; None where no logs are kept.
     """
-    lines = [f"ringrun: FAILED after {duration(seconds)}: {words}; the ranks here had ended well"]
+    lines = [f"ringrun: FAILED after {duration(seconds)}: {words}"]
     if folder is not None:
         lines.append(f"  logs of this node: {folder}")
     return [_cut(line) for line in lines]

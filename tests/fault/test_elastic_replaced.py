@@ -47,7 +47,7 @@ TRAIN = """
 
 
 def ends(job: Job) -> set[str]:
-    return set(re.findall(r"rank \d of 3: (\S+)", job.out))
+    return set(re.findall(r"rank \d of 3: (-?0x[0-9a-f.]+p[-+]\d+)", job.out))
 
 
 def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
