@@ -44,6 +44,8 @@ TRAIN = """
     model = ringdp.RingDP(torch.nn.Linear(10, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for step in range(8):
+        if step == 4 and word in ("w", "x"):
+            pathlib.Path(f"../waits-{attempt}-{rank}").touch()
         while step == 4 and word in ("w", "x") and not pathlib.Path("../go").exists():
             time.sleep(0.02)
         if step == 6 and word == "x":
@@ -178,7 +180,7 @@ def test_one_that_is_left_alone_starts_again_alone(tmp_path: Path, start: Start)
 def test_a_launcher_that_was_stopped_ends_when_the_others_have_started_again(tmp_path: Path, start: Start) -> None:
     """It may not go on beside them: its rank, which has not noticed, is ended."""
     nodes = start(["xw", "w"], "--max-restarts", "3", ranks=1)
-    wait_until(lambda: len(list(tmp_path.glob("met-0-*"))) == 2, "the ranks")
+    wait_until(lambda: len(list(tmp_path.glob("waits-0-*"))) == 2, "the ranks")
     stopped = [nodes[1].process.pid, *nodes[1].processes()]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
