@@ -318,9 +318,12 @@ class Supervisor:
         self._display.resize()
 
     def _end_at_once(self) -> NoReturn:
+        number = self._stop_signal or signal.SIGTERM
         processes.kill_all(self._survivors)
         self.remove_files()
-        os._exit(128 + (self._stop_signal or signal.SIGTERM))
+        if select.select([], [2], [], 0)[1]:  # the console may be what holds this process up
+            os.write(2, f"ringrun: stopped by {signal.Signals(number).name}: all processes were killed\n".encode())
+        os._exit(128 + number)
 
     def _grace_left(self) -> float:
         grace_s = self._arguments.grace_s
