@@ -452,12 +452,22 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
 
 
 def join_running(arguments: Arguments) -> Arguments:
-    """Of a host that may come later (--elastic --nnodes 1:8): where the job runs already, those that join it."""
-    args, meeting = arguments.torchrun, arguments.meeting
-    if not args.elastic or meeting is None or meeting.backend != "c10d" or meeting.least == meeting.nodes:
+    """Of a host of an elastic job that comes later, perhaps again: where the job runs already, those that join it.
+
+    Raises:
+        ValueError: the job is one of a single host, and another one of its name runs there.
+    """
+    args = arguments.torchrun
+    if not args.elastic or args.rdzv_backend != "c10d" or arguments.placement is not None:
         return arguments
-    if not joining.running(meeting.host, meeting.port, meeting.run_id):
+    meeting = arguments.meeting or _meeting(args)
+    if meeting.port == 0 or not joining.running(meeting.host, meeting.port, meeting.run_id):
         return arguments
+    if meeting.nodes == 1:
+        raise ValueError(
+            f"an elastic job with --rdzv-id {meeting.run_id} runs at {meeting.endpoint} already: give this one another"
+            f" --rdzv-id, or let it join that one by --join {meeting.endpoint} --rdzv-id {meeting.run_id}"
+        )
     args.join, args.join_id = f"[{meeting.host}]:{meeting.port}", meeting.run_id
     args.nnodes, args.rdzv_endpoint, args.rdzv_backend, args.rdzv_conf = "1:1", "", "static", ""
     args.standalone = True

@@ -145,6 +145,8 @@ def report_to(
             if not self._together:
                 super()._rendezvous(worker_group)
                 self._first_store, self._alone = worker_group.store, False
+                if lost is not None and (worker_group.group_world_size or 1) > 1:
+                    other_nodes.claim(worker_group.store, worker_group.group_rank)
                 return
             spec = worker_group.spec
             group: Any = worker_group  # torch's annotations are those of its defaults

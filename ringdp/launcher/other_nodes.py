@@ -337,6 +337,19 @@ class OtherNodes:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
+def claim(store: Store, node: int) -> None:
+    """Be the launcher of that node of an elastic job, before its ranks start.
+
+    Raises:
+        OtherNodeFailed: there is one, or was, whose ranks are the job's: the end of others would be taken for theirs.
+    """
+    if store.add(f"ringdp/launchers/holder/{node}", 1) > 1:
+        raise OtherNodeFailed(
+            f"an elastic job runs at this rendezvous, and node {node} of it has a launcher already, or had one: give"
+            " this job another --master-port, or let it join that one by --join HOST:PORT"
+        )
+
+
 def of(agent: Any, *, elastic: bool, say: Callable[[list[str], bool], None]) -> OtherNodes:
     """Those of torch's agent, whose ranks have been started."""
     group, spec = agent._worker_group, agent._worker_group.spec

@@ -54,7 +54,11 @@ def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | N
         given_secret: the job's, in hexadecimal digits, where another launcher has started this one.
         tied: joins this one to that.
     """
-    arguments = join_running(parse(argv, on_a_node=tied is not None))
+    try:
+        arguments = join_running(parse(argv, on_a_node=tied is not None))
+    except ValueError as error:
+        Console().lines("stderr", [f"ringrun: {error}"])
+        return 2
     if arguments.placement is not None:
         return _on_many_hosts(arguments, arguments.placement)
     try:

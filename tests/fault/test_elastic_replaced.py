@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ringdp.launcher import joining
 from tests.fault.launch_jobs import Job, script, wait_until
 from tests.helpers import free_port
 from tests.train.harness import ring_is_built
@@ -130,6 +131,34 @@ def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> No
     assert "joined as rank 2 of 3" in second.err
     assert ends(first) == ends(second)
     assert len(ends(first)) == 1
+
+
+def test_a_second_job_of_the_same_endpoint_and_name(tmp_path: Path, jobs: list[Job]) -> None:
+    """On one host it is refused; as a host of several it would join, which its secret does not allow."""
+    port = free_port()
+    common = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "-n", "1"]
+    program, launched = script(tmp_path, TRAIN), []
+    for name, more in (("first", []), ("second", []), ("third", ["--nnodes", "2"]), ("fourth", ["--nnodes", "2"])):
+        (folder := tmp_path / name).mkdir()
+        (folder / "secret").write_text("cd" * 32 if name == "third" else "ab" * 32)
+        (folder / "secret").chmod(0o600)
+        launched.append(run(jobs, folder, *common, *more, "--secret-file", "secret", "--console", "all", program))
+        if name == "first":
+            wait_until(lambda: joining.running("127.0.0.1", port, "none"), "the job")
+        elif name != "fourth":
+            launched[-1].wait(60)
+    first, second, third, fourth = launched
+    assert second.process.returncode == 2
+    assert len(second.err.splitlines()) == 1
+    assert re.match(
+        r"ringrun: an elastic job with --rdzv-id none runs at \S+ already: give this one another", second.err
+    )
+    assert third.process.returncode == 1
+    assert "MismatchError: the running job does not let this process in: its secret is not the job's" in third.err
+    assert first.err.count("cannot join: its secret is not the job's") == 1
+    for job in (first, fourth):
+        assert job.wait(60) == 0, job.err
+    assert "joined as rank 1 of 2" in fourth.err
 
 
 def test_a_notice_lets_the_ranks_of_a_host_leave(tmp_path: Path, jobs: list[Job]) -> None:

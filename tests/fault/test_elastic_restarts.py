@@ -136,6 +136,22 @@ def test_a_rank_that_dies_before_all_have_met_starts_all_again(start: Start, ran
     assert told(nodes) == [f"attempt 1 rank {rank} of {2 * ranks}" for rank in range(2 * ranks)]
 
 
+def test_another_job_of_the_same_address_is_refused(tmp_path: Path, jobs: list[Job], start: Start) -> None:
+    """Its failure is not that of the first job's node, and starts nothing again."""
+    port = free_port()
+    nodes = start(["ww"], "--max-restarts", "1", ranks=1, port=port)
+    wait_until(lambda: len(list(tmp_path.glob("waits-0-*"))) == 2, "the ranks")
+    (other := tmp_path / "other").mkdir()
+    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    jobs.append(Job(other, "--elastic", *where, "--max-restarts", "1", "-n", "1", tmp_path / "script.py", "--"))
+    assert end(jobs[-1:]) == [1]
+    words = r"ringrun: FAILED after .*: an elastic job runs at this rendezvous, and node 1 of it has a launcher already"
+    assert re.search(words, jobs[-1].err), jobs[-1].err
+    (tmp_path / "go").touch()
+    assert end(nodes) == [0, 0]
+    assert told(nodes) == [f"attempt 0 rank {rank} of 2" for rank in range(2)]
+
+
 def test_ranks_lost_on_one_node_alone_start_nothing_again(start: Start) -> None:
     nodes = start(["--33"], "--max-restarts", "1")
     assert end(nodes) == [0, 0]
