@@ -149,7 +149,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         if waiting is not None:
             waiting.note_handler(handler)
 
-    stopped = None if args.evict_after is None else StoppedRanks(args.evict_after)
+    stopped = StoppedRanks(args.evict_after) if args.elastic else None
 
     def restarting(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures, stopped)))

@@ -4,6 +4,7 @@ does not end the others."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousStoreInfo
 from torch.distributed.launcher import api
 
-from ringdp.config import ELASTIC_MARK
+from ringdp.config import ELASTIC_MARK, MEMBER_MARK
 from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.notice import Notice
@@ -77,7 +78,7 @@ def report_to(
         running: is given the pids, by rank, of ranks that have been started.
         elsewhere: the reports about and to other nodes.
         lost: is given the lost ranks, without which the others go on; None: no rank goes on without another.
-        stopped: ends ranks that are stopped for too long; None: they are waited for.
+        stopped: ends ranks that are stopped for too long; None: nothing does.
         replacing: starts other processes in the place of lost ranks; None: nobody does.
         notice: lets this host's ranks leave; None: nothing does.
 
@@ -146,7 +147,7 @@ def report_to(
                 super()._rendezvous(worker_group)
                 self._first_store, self._alone = worker_group.store, False
                 if lost is not None and (worker_group.group_world_size or 1) > 1:
-                    other_nodes.claim(worker_group.store, worker_group.group_rank)
+                    other_nodes.claim(self)
                 return
             spec = worker_group.spec
             group: Any = worker_group  # torch's annotations are those of its defaults
@@ -270,7 +271,9 @@ def report_to(
                 return None  # none of them has met the others, which may wait for them
             if stopped is not None:
                 pids = [context.subprocess_handlers[local].proc.pid for local in running]
-                stopped.look(pids, others=self._others is not None)
+                others = self._others is not None or "RINGDP_JOIN" in os.environ
+                newcomers = [context.subprocess_handlers[one].proc.pid for one in running if _joins(context, one)]
+                stopped.look(pids, others=others, newcomers=newcomers)
             if not dead:
                 return None
             new = {local: code for local, code in dead.items() if local not in self._dead}
@@ -326,6 +329,12 @@ def report_to(
 def _goes_on(context: SubprocessContext, local_rank: int) -> bool:
     """Whether the rank has joined an elastic job: from then on it does without others."""
     return beside(context, local_rank, ELASTIC_MARK).exists()
+
+
+def _joins(context: SubprocessContext, local_rank: int) -> bool:
+    """Whether its process is a newcomer to a running job, and no member yet."""
+    joins = "RINGDP_JOIN" in context.envs[local_rank] or "RINGDP_JOIN" in os.environ
+    return joins and not beside(context, local_rank, MEMBER_MARK).exists()
 
 
 def _failure(context: SubprocessContext, local_rank: int, code: int) -> ProcessFailure:

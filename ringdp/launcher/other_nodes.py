@@ -337,16 +337,17 @@ class OtherNodes:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
-def claim(store: Store, node: int) -> None:
-    """Be the launcher of that node of an elastic job, before its ranks start.
+def claim(agent: Any) -> None:
+    """Be the launcher of its node of an elastic job, before the ranks start.
 
     Raises:
         OtherNodeFailed: there is one, or was, whose ranks are the job's: the end of others would be taken for theirs.
     """
-    if store.add(f"ringdp/launchers/holder/{node}", 1) > 1:
+    group = agent._worker_group
+    if group.store.add(f"ringdp/launchers/holder/{group.group_rank}", 1) > 1:
         raise OtherNodeFailed(
-            f"an elastic job runs at this rendezvous, and node {node} of it has a launcher already, or had one: give"
-            " this job another --master-port, or let it join that one by --join HOST:PORT"
+            f"an elastic job runs at this rendezvous, and node {group.group_rank} of it has a launcher already, or had"
+            " one: give this job another --master-port, or let it join that one by --join HOST:PORT"
         )
 
 

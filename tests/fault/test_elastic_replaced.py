@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,37 @@ def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> No
     assert "joined as rank 2 of 3" in second.err
     assert ends(first) == ends(second)
     assert len(ends(first)) == 1
+
+
+STOPS = """
+    import os, signal
+    from ringdp.elastic import transfer
+
+    place = transfer._place_for
+
+    def stop(*given):
+        transfer._place_for = place
+        if "RINGDP_JOIN" in os.environ:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return place(*given)
+
+    transfer._place_for = stop
+"""
+
+
+def test_one_that_is_stopped_while_it_gets_the_state_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
+    """The others go on without it, two seconds later."""
+    text = textwrap.dedent(STOPS) + textwrap.dedent(TRAIN).replace("not first or", "job.step > 150 or")
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, text), "kill")
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    words = (
+        r"rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for 2\.\d+ s: the others may not wait longer"
+    )
+    assert len(re.findall(words, job.err)) == 1, job.err
+    [waited_s] = re.findall(r"step \d+: nobody joined: 2 ranks go on as view 4; (\d+\.\d+) s\n", job.err)
+    assert 2.0 < float(waited_s) < 4.0
+    assert "rank 1 of 2: " in job.out
 
 
 def test_a_second_job_of_the_same_endpoint_and_name(tmp_path: Path, jobs: list[Job]) -> None:
