@@ -264,7 +264,7 @@ def report_to(
             if notice is not None:
                 notice.look([context.subprocess_handlers[local].proc.pid for local in running])
             replaced = replacing.replacements.replaced if replacing is not None else lambda _: False
-            if (not dead and stopped is None) or not all(replaced(one) or _goes_on(context, one) for one in running):
+            if not all(replaced(one) or _goes_on(context, one) for one in running):
                 return None  # as ever
             restarts = self._others is not None and self._remaining_restarts > 0
             if restarts and not any(_goes_on(context, one) for one in codes):

@@ -183,8 +183,9 @@ class OtherNodes:
         members = decided[0]
         self.check_not_passed_over()
         if without := [node for node in range(self._nodes) if node not in members]:
-            line = f"starting again without {self._names(without)}: no beat of its launcher for {SILENCE_S:.0f} s"
-            self._say([line], self._node != members[0])
+            ended = all(node in self._ends and self._ends[node].how == FAILED for node in without)
+            why = "its launcher has ended" if ended else f"no beat of its launcher for {SILENCE_S:.0f} s"
+            self._say([f"starting again without {self._names(without)}: {why}"], self._node != members[0])
         return decided
 
     def check_not_passed_over(self) -> None:

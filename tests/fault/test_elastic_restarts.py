@@ -181,6 +181,19 @@ def test_a_host_that_is_gone_is_not_waited_for(tmp_path: Path, start: Start, low
         assert re.search(r"ringrun: starting again: rank \d of 2, restart 1 of 3", node.err), node.err
 
 
+def test_a_launcher_that_was_stopped_by_its_user_is_not_waited_for(tmp_path: Path, start: Start) -> None:
+    nodes = start(["xw"], "--max-restarts", "1", ranks=1)
+    wait_until(lambda: len(list(tmp_path.glob("waits-0-*"))) == 2, "the ranks")
+    nodes[1].process.send_signal(signal.SIGTERM)
+    assert end(nodes[1:]) == [143]
+    (tmp_path / "go").touch()
+    began = time.monotonic()
+    assert end(nodes[:1]) == [0]
+    assert time.monotonic() - began < 9
+    assert re.search(r"starting again without node 1 \(\S+\): its launcher has ended\n", nodes[0].err), nodes[0].err
+    assert told(nodes[:1]) == ["attempt 1 rank 0 of 1"]
+
+
 @pytest.mark.ci
 def test_one_that_is_left_alone_starts_again_alone(tmp_path: Path, start: Start) -> None:
     """Also a second time."""
