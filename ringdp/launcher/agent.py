@@ -25,13 +25,22 @@ from ringdp import _early
 from ringdp.config import threads
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments
-from ringdp.launcher.logs import RankLogs, RankLogsSpecs
+from ringdp.launcher.logs import RankLogs, RankLogsSpecs, UsersLogsSpecs
 from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import OtherNodeFailed
 from ringdp.launcher.replacements import Replacements
 from ringdp.launcher.stopped import StoppedRanks
 from ringdp.launcher.views import Stream
 from ringdp.launcher.waiting import Waiting
+
+_RUN_PATH = """\
+import sys
+sys.path[:] = {path!r}
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.run import run_script_path
+record(run_script_path)(*sys.argv[1:])
+"""
+"""The program of an elastic job's ranks with --run-path: processes, not functions, so that each can end by itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,38 +115,45 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
     config, entrypoint, entrypoint_args = torchrun.config_from_args(args)
     args.log_dir = log_dir
-    if args.logs_specs is None:
+    if args.run_path and args.elastic:
+        program = _RUN_PATH.format(path=sys.path).replace("$", "$$")  # torch replaces ${local_rank}
+        entrypoint, entrypoint_args = sys.executable, ["-u", "-c", program, *entrypoint_args]
 
-        def started(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
-            of_this_attempt[:] = ranks
-            message = messages.Started(
-                attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                world_size=int(environ["WORLD_SIZE"]),
-                threads=os.environ.get("OMP_NUM_THREADS"),
-                ranks=tuple(ranks),
-            )
-            messages.post(orders.status_fd, message)
-            if waiting is not None:
-                waiting.end()
+    def started_all(ranks: list[RankLogs], environ: Mapping[str, str]) -> None:
+        of_this_attempt[:] = ranks
+        message = messages.Started(
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            world_size=int(environ["WORLD_SIZE"]),
+            threads=os.environ.get("OMP_NUM_THREADS"),
+            ranks=tuple(ranks),
+        )
+        messages.post(orders.status_fd, message)
+        if waiting is not None:
+            waiting.end()
 
-        config.logs_specs = RankLogsSpecs(
+    logs_specs: RankLogsSpecs | UsersLogsSpecs
+    if args.logs_specs is not None and config.logs_specs is not None:
+        logs_specs = UsersLogsSpecs(config.logs_specs, folder=orders.folder, started=started_all)
+    else:
+        logs_specs = RankLogsSpecs(
             folder=orders.folder,
             views=orders.arguments.views,
             # A function (--run-path) redirects its streams itself, into something that must be able to seek.
             terminals=orders.terminals if isinstance(entrypoint, str) else {},
             tail_for_filters=bool(args.duplicate_stdout_filters or args.duplicate_stderr_filters),
-            started=started,
+            started=started_all,
         )
+    config.logs_specs = logs_specs
 
     def meeting(handler: RendezvousHandler) -> None:
         if waiting is not None:
             waiting.note_handler(handler)
 
-    stopped = None if args.evict_after is None else StoppedRanks(args.evict_after)
+    stopped = StoppedRanks(args.evict_after) if args.elastic else None
 
     def restarting(failures: Mapping[int, ProcessFailure]) -> None:
         messages.post(orders.status_fd, messages.Restarting(failures=_rank_failures(failures, stopped)))
-        if waiting is not None:
+        if waiting is not None and not args.elastic:  # whose launchers agree without another rendezvous
             waiting.begin()
 
     def lost(failures: Mapping[int, ProcessFailure]) -> None:
@@ -154,12 +170,12 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         def none(rank: int, why: str) -> None:
             say(f"rank {rank}: {why}")
 
-        return elastic.Replacing(replacements=Replacements(most), started=started, none=none)
+        return elastic.Replacing(replacements=Replacements(most, logs_specs.logs_of), started=started, none=none)
 
-    def again(words: str) -> None:
-        line = f"{words}: the ranks there are started again, and with them those here, which had ended well"
-        messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
-        if waiting is not None:
+    def again(words: str, ended_well: bool) -> None:
+        line = f"{words}: the ranks there are started again, and with them those here"
+        say(f"{line}, which had ended well" if ended_well else line)
+        if waiting is not None and not args.elastic:
             waiting.begin()
 
     host = socket.gethostname()

@@ -369,21 +369,12 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
         raise ValueError("--notice-cmd needs --elastic")
     if not args.elastic:
         return
-    refused = []
     least = torchrun.parse_min_max_nnodes(args.nnodes)[0]
     if least != max_nodes and args.rdzv_backend != "c10d":
         raise ValueError(
             "--nnodes with a minimum and a maximum needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where hosts"
             " that come later find the job"
         )
-    if (max_nodes > 1 or placement is not None) and args.max_restarts > 0:
-        refused.append("restarts on several hosts")
-    if args.run_path:
-        refused.append("run_path")
-    if args.logs_specs is not None:
-        refused.append("logs_specs")
-    if refused:
-        raise ValueError(refusals.explain("elastic", refused[0]))
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
@@ -461,12 +452,22 @@ def _resolve_rendezvous(args: argparse.Namespace, max_nodes: int) -> None:
 
 
 def join_running(arguments: Arguments) -> Arguments:
-    """Of a host that may come later (--elastic --nnodes 1:8): where the job runs already, those that join it."""
-    args, meeting = arguments.torchrun, arguments.meeting
-    if not args.elastic or meeting is None or meeting.backend != "c10d" or meeting.least == meeting.nodes:
+    """Of a host of an elastic job that comes later, perhaps again: where the job runs already, those that join it.
+
+    Raises:
+        ValueError: the job is one of a single host, and another one of its name runs there.
+    """
+    args = arguments.torchrun
+    if not args.elastic or args.rdzv_backend != "c10d" or arguments.placement is not None:
         return arguments
-    if not joining.running(meeting.host, meeting.port, meeting.run_id):
+    meeting = arguments.meeting or _meeting(args)
+    if meeting.port == 0 or not joining.running(meeting.host, meeting.port, meeting.run_id):
         return arguments
+    if meeting.nodes == 1:
+        raise ValueError(
+            f"an elastic job with --rdzv-id {meeting.run_id} runs at {meeting.endpoint} already: give this one another"
+            f" --rdzv-id, or let it join that one by --join {meeting.endpoint} --rdzv-id {meeting.run_id}"
+        )
     args.join, args.join_id = f"[{meeting.host}]:{meeting.port}", meeting.run_id
     args.nnodes, args.rdzv_endpoint, args.rdzv_backend, args.rdzv_conf = "1:1", "", "static", ""
     args.standalone = True
@@ -552,6 +553,8 @@ def _meeting(args: argparse.Namespace) -> Meeting:
 def _views(args: argparse.Namespace) -> Views:
     redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
     local_ranks = frozenset(int(part) for part in args.local_ranks_filter.split(",") if part.strip())
+    if args.logs_specs is not None:
+        return Views(console="none")
     as_torchrun = bool(redirects) or bool(tee) or bool(local_ranks)
     if as_torchrun and args.console is not None:
         raise ValueError(refusals.explain("console", "redirects"))

@@ -4,23 +4,25 @@ does not end the others."""
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousStoreInfo
 from torch.distributed.launcher import api
 
-from ringdp.config import ELASTIC_MARK
+from ringdp.config import ELASTIC_MARK, MEMBER_MARK
 from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import End
-from ringdp.launcher.replacements import Replacements
+from ringdp.launcher.replacements import Replacements, beside
 from ringdp.launcher.stopped import StoppedRanks
 
 
@@ -30,13 +32,14 @@ class Elsewhere:
 
     Attributes:
         say: is given lines about the other nodes, and whether the launcher of another one shows the same.
-        again: is given the reason for which another node, and this one with it, starts its ranks again.
+        again: is given the reason for which another node, and this one with it, starts its ranks again, and whether
+            those here had ended well.
         rank_failed: the message for the other nodes about failed ranks of this one, by rank.
         launcher_failed: the message about this launcher, which ends by an exception.
     """
 
     say: Callable[[list[str], bool], None]
-    again: Callable[[str], None]
+    again: Callable[[str, bool], None]
     rank_failed: Callable[[Mapping[int, ProcessFailure]], str]
     launcher_failed: Callable[[BaseException], str]
 
@@ -75,7 +78,7 @@ def report_to(
         running: is given the pids, by rank, of ranks that have been started.
         elsewhere: the reports about and to other nodes.
         lost: is given the lost ranks, without which the others go on; None: no rank goes on without another.
-        stopped: ends ranks that are stopped for too long; None: they are waited for.
+        stopped: ends ranks that are stopped for too long; None: nothing does.
         replacing: starts other processes in the place of lost ranks; None: nobody does.
         notice: lets this host's ranks leave; None: nothing does.
 
@@ -93,6 +96,10 @@ def report_to(
             self._dead: set[int] = set()  # of its local ranks, those that were given to `lost`
             self._others: other_nodes.OtherNodes | None = None
             self._well: RunResult | None = None  # torch's result when all ranks of this node had ended well
+            self._first_store: Any = None  # of the launchers, since torch's last rendezvous
+            self._alone = False  # the launchers of all other nodes are gone
+            self._together = False  # the launchers of an elastic job are about to agree on the next start
+            self._ranks_store: Any = None  # kept here for the ranks, since the launcher that kept the first one is gone
             agents.append(self)
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -135,7 +142,37 @@ def report_to(
                 self._others.publish(End(other_nodes.FAILED, words))
                 self._others.flush()
 
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            if not self._together:
+                super()._rendezvous(worker_group)
+                self._first_store, self._alone = worker_group.store, False
+                if lost is not None and (worker_group.group_world_size or 1) > 1:
+                    other_nodes.claim(self)
+                return
+            spec = worker_group.spec
+            group: Any = worker_group  # torch's annotations are those of its defaults
+            members, node = [0], 0
+            restarts = spec.max_restarts - self._remaining_restarts
+            if self._others is not None:
+                node = group.group_rank
+                members, restarts = self._others.agree(restarts)
+            self._remaining_restarts = spec.max_restarts - restarts
+            store: Any = PrefixStore(f"ringdp/restart/{restarts}", self._first_store)
+            self._store = group.store = store
+            group.group_rank, group.group_world_size = members.index(node), len(members)
+            self._alone = len(members) == 1
+            group.workers = self._assign_worker_ranks(group.store, group.group_rank, group.group_world_size, spec)
+            if members[0] != 0:  # which kept the ranks' store
+                if group.group_rank == 0:
+                    host = spec.local_addr or socket.getfqdn()
+                    self._ranks_store = TCPStore(host, 0, None, True, wait_for_workers=False)
+                port = None if self._ranks_store is None else self._ranks_store.port
+                info = RendezvousStoreInfo.build(group.group_rank, group.store, spec.local_addr, port)
+                group.master_addr, group.master_port = info.master_addr, info.master_port
+
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            failed = worker_group.state is not WorkerState.HEALTHY
+            self._together = lost is not None and failed and (self._others is not None or self._alone)
             if self._others is not None and worker_group.state is WorkerState.HEALTHY and self._remaining_restarts > 0:
                 # torch has seen that another node waits for this one. If that is after a failure, it has counted it.
                 self._others.flush()
@@ -146,20 +183,26 @@ def report_to(
         def _exit_barrier(self) -> None:
             if self._others is None:
                 super()._exit_barrier()
-            elif lost is not None:
-                self._others.end(other_nodes.WELL)
             else:
                 self._others.leave()
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if lost is not None and self._others is not None:
+                self._others.check_not_passed_over()
+                if self._remaining_restarts > 0 and (again := self._others.again) is not None:
+                    return self._start_again(self._others, again.words, ended_well=False)
             if lost is not None and (going_on := self._without_the_dead(worker_group, lost)) is not None:
                 return going_on
             result: RunResult = self._well or super()._monitor_workers(worker_group)
             if result.state is WorkerState.FAILED:
+                if lost is not None and self._others is not None and self._others.store_is_gone():
+                    self._remaining_restarts = 0  # whether the others start again cannot be known
                 self._publish_failure(result)
             if result.state is WorkerState.FAILED and self._remaining_restarts > 0:
                 restarting(result.failures)
-            if result.state is WorkerState.SUCCEEDED and self._others is not None and lost is None:
+            if result.state is WorkerState.SUCCEEDED and self._others is not None:
+                if lost is not None:
+                    return self._as_others_end(self._others, other_nodes.WELL, result) or result
                 self._well = result
                 return self._as_on_the_other_nodes(self._others, result)
             return result
@@ -188,10 +231,21 @@ def report_to(
             if outcome.how == other_nodes.WELL:
                 return result
             if outcome.how == other_nodes.AGAIN and self._remaining_restarts > 0:
-                elsewhere.again(outcome.words)
-                return RunResult(state=WorkerState.UNHEALTHY)
+                return self._start_again(others, outcome.words, ended_well=True)
             others.leave(other_nodes.FAREWELL_S)
-            raise other_nodes.OtherNodeFailed(outcome.words)
+            raise other_nodes.OtherNodeFailed(f"{outcome.words}; the ranks here had ended well")
+
+        def _start_again(self, others: other_nodes.OtherNodes, words: str, *, ended_well: bool) -> RunResult:
+            others.publish(End(other_nodes.AGAIN, words))
+            elsewhere.again(words, ended_well)
+            return RunResult(state=WorkerState.UNHEALTHY)
+
+        def _as_others_end(self, others: other_nodes.OtherNodes, how: str, good: RunResult) -> RunResult | None:
+            """The state of an elastic job whose ranks here are over: `good`, where it has ended well on some node."""
+            outcome = others.end(how)
+            if outcome.how == other_nodes.AGAIN and self._remaining_restarts > 0:
+                return self._start_again(others, outcome.words, ended_well=how == other_nodes.WELL)
+            return good if outcome.how == other_nodes.WELL else None
 
         def _without_the_dead(
             self, worker_group: WorkerGroup, lost: Callable[[Mapping[int, ProcessFailure]], None]
@@ -210,11 +264,16 @@ def report_to(
             if notice is not None:
                 notice.look([context.subprocess_handlers[local].proc.pid for local in running])
             replaced = replacing.replacements.replaced if replacing is not None else lambda _: False
-            if (not dead and stopped is None) or not all(replaced(one) or _goes_on(context, one) for one in running):
+            if not all(replaced(one) or _goes_on(context, one) for one in running):
                 return None  # as ever
+            restarts = self._others is not None and self._remaining_restarts > 0
+            if restarts and not any(_goes_on(context, one) for one in codes):
+                return None  # none of them has met the others, which may wait for them
             if stopped is not None:
                 pids = [context.subprocess_handlers[local].proc.pid for local in running]
-                stopped.look(pids, others=self._others is not None)
+                others = self._others is not None or "RINGDP_JOIN" in os.environ
+                newcomers = [context.subprocess_handlers[one].proc.pid for one in running if _joins(context, one)]
+                stopped.look(pids, others=others, newcomers=newcomers)
             if not dead:
                 return None
             new = {local: code for local, code in dead.items() if local not in self._dead}
@@ -226,9 +285,11 @@ def report_to(
                 self._replace(context, worker_group, replacing, {local: int(code or 0) for local, code in new.items()})
             if running:
                 return RunResult(state=WorkerState.HEALTHY)
-            if len(dead) < len(codes) or (self._others is not None and self._others.end(other_nodes.LOST)):
-                return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
-            return None
+            well = len(dead) < len(codes)
+            good = RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
+            if self._others is not None:
+                return self._as_others_end(self._others, other_nodes.WELL if well else other_nodes.LOST, good)
+            return good if well else None
 
         def _replace(
             self, context: SubprocessContext, worker_group: WorkerGroup, replacing: Replacing, dead: Mapping[int, int]
@@ -267,9 +328,16 @@ def report_to(
 
 def _goes_on(context: SubprocessContext, local_rank: int) -> bool:
     """Whether the rank has joined an elastic job: from then on it does without others."""
-    return Path(context.error_files[local_rank]).with_name(ELASTIC_MARK).exists()
+    return beside(context, local_rank, ELASTIC_MARK).exists()
+
+
+def _joins(context: SubprocessContext, local_rank: int) -> bool:
+    """Whether its process is a newcomer to a running job, and no member yet."""
+    joins = "RINGDP_JOIN" in context.envs[local_rank] or "RINGDP_JOIN" in os.environ
+    return joins and not beside(context, local_rank, MEMBER_MARK).exists()
 
 
 def _failure(context: SubprocessContext, local_rank: int, code: int) -> ProcessFailure:
     pid = context.subprocess_handlers[local_rank].proc.pid
-    return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=context.error_files[local_rank])
+    error_file = context.error_files.get(local_rank, "")
+    return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=code, error_file=error_file)

@@ -131,8 +131,8 @@ def examine(
         ]
     reports = _blame_who_was_lost_first(reports)
     reports = [
-        dataclasses.replace(report, disk=disks.trouble(Path(report.logs.stdout).parents[2]))
-        if report.failure.exit_code > 0 and report.logs.stdout
+        dataclasses.replace(report, disk=disks.trouble(disk))
+        if report.failure.exit_code > 0 and (disk := report.logs.disk) is not None
         else report
         for report in reports
     ]
@@ -185,7 +185,7 @@ def _blame_who_was_lost_first(reports: list[FailureReport]) -> list[FailureRepor
 
 
 def _unknown(failure: RankFailure) -> RankLogs:
-    """With --logs-specs a user's class decides where output goes."""
+    """The files of a rank that the supervisor was told nothing of."""
     return RankLogs(rank=failure.rank, local_rank=failure.local_rank, stdout="", stderr="", error_file="")
 
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -38,6 +38,7 @@ class RankLogs:
         report_file: written by a rank with RingDP when it ends well.
         terminals: streams that go through a pseudo-terminal, whose reader writes the log file.
         one_terminal: both go through the same one, and so into one file.
+        of_user: a user's class (--logs-specs) chose the files of the streams, or none (""); the report is in ours.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class RankLogs:
     report_file: str = ""
     terminals: tuple[Stream, ...] = ()
     one_terminal: bool = False
+    of_user: bool = False
 
     @classmethod
     def inside(cls, folder: Path, *, rank: int, local_rank: int, terminals: tuple[Stream, ...] = ()) -> RankLogs:
@@ -62,10 +64,24 @@ class RankLogs:
             terminals=terminals,
         )
 
+    def of_replacement(self, number: int) -> RankLogs:
+        """Those of the process that comes in the place of this rank's for the n-th time. Makes their folder."""
+        folder = Path(self.report_file).parent.with_name(f"{self.local_rank}-{number + 1}")
+        folder.mkdir(exist_ok=True)
+        logs = RankLogs.inside(folder, rank=self.rank, local_rank=self.local_rank)
+        return dataclasses.replace(logs, stdout=self.stdout, stderr=self.stderr, of_user=True) if self.of_user else logs
+
+    @property
+    def disk(self) -> Path | None:
+        """A folder on the disk to which the output goes, for messages; None where that is not known."""
+        if self.of_user or not self.stdout:
+            return Path(self.stdout).parent if self.stdout else None
+        return Path(self.stdout).parents[2]
+
     def variables(self) -> dict[str, str]:
         """Tell the rank of them."""
         variables = {"TORCHELASTIC_ERROR_FILE": self.error_file, "RINGDP_REPORT_FILE": self.report_file}
-        if "RINGDP_DUMP_DIR" not in os.environ:  # the user's
+        if "RINGDP_DUMP_DIR" not in os.environ and not self.of_user:
             variables["RINGDP_DUMP_DIR"] = str(Path(self.error_file).parent)
         return variables
 
@@ -139,7 +155,90 @@ def _make_unique(parent: Path, name: str) -> Path:
         return path
 
 
-class RankLogsSpecs(LogsSpecs):
+class _KnownLogsSpecs(LogsSpecs):
+    """Knows the files of the ranks of the present attempt, and has a folder for each of them.
+
+    Args:
+        folder: the run's folder.
+        started: called before the ranks of an attempt start, with the environment of one of them.
+    """
+
+    def __init__(self, folder: Path, started: Callable[[list[RankLogs], Mapping[str, str]], None]) -> None:
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+        self._started = started
+        self._ranks: dict[int, RankLogs] = {}
+
+    def logs_of(self, local_rank: int) -> RankLogs:
+        """Those of the process with which the rank began."""
+        return self._ranks[local_rank]
+
+    def _make_folder(self, envs: Mapping[int, Mapping[str, str]]) -> Path:
+        # A change of membership starts the ranks again under the same count; the earlier logs stay.
+        count = envs[min(envs)].get("TORCHELASTIC_RESTART_COUNT", "0")
+        attempt = _make_unique(self._folder, f"attempt_{count}")
+        for local_rank in envs:
+            (attempt / str(local_rank)).mkdir()
+        return attempt
+
+    def _begin(self, ranks: Sequence[RankLogs], envs: dict[int, dict[str, str]]) -> None:
+        self._ranks = {logs.local_rank: logs for logs in ranks}
+        for logs in ranks:
+            environ = envs[logs.local_rank]
+            whole = {**os.environ, **environ}
+            environ[inheritance.MARK] = inheritance.mark(whole, pid=0, rank=logs.rank, world_size=len(envs), meet=None)
+        self._started(list(ranks), envs[min(envs)])
+
+
+class UsersLogsSpecs(_KnownLogsSpecs):
+    """A user's (--logs-specs), of which the launcher notes the files. What that chooses to keep nowhere is not known.
+
+    Args:
+        users: the user's.
+    """
+
+    def __init__(
+        self,
+        users: LogsSpecs,
+        *,
+        folder: Path,
+        started: Callable[[list[RankLogs], Mapping[str, str]], None],
+    ) -> None:
+        super().__init__(folder, started)
+        self._users = users
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._users.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The user's; torch calls this before it starts the ranks."""
+        dest = self._users.reify(envs)
+        attempt = self._make_folder(envs)
+
+        def known(files: Mapping[int, str], local_rank: int) -> str:
+            path = files.get(local_rank) or ""
+            return "" if path == os.devnull else path
+
+        ranks = [
+            RankLogs(
+                rank=int(environ["RANK"]),
+                local_rank=local_rank,
+                stdout=known(dest.stdouts, local_rank),
+                stderr=known(dest.stderrs, local_rank),
+                error_file=known(dest.error_files, local_rank),
+                report_file=str(attempt / str(local_rank) / "report.json"),
+                of_user=True,
+            )
+            for local_rank, environ in sorted(envs.items())
+        ]
+        for logs in ranks:
+            envs[logs.local_rank]["RINGDP_REPORT_FILE"] = logs.report_file
+        self._begin(ranks, envs)
+        return dest
+
+
+class RankLogsSpecs(_KnownLogsSpecs):
     """Assigns the log files of each rank's streams, for torch's elastic agent and for the display.
 
     All streams go to files, which the supervisor reads: a rank never waits for a slow console, and its last output is
@@ -164,12 +263,10 @@ class RankLogsSpecs(LogsSpecs):
             tail_for_filters: torch is to read the teed files itself, for --duplicate-stdout-filters.
             started: called before the ranks of an attempt start, with the environment of one of them.
         """
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
+        super().__init__(folder, started)
         self._views = views
         self._terminals = terminals
         self._tail_for_filters = tail_for_filters
-        self._started = started
 
     @property
     def root_log_dir(self) -> str:
@@ -177,16 +274,13 @@ class RankLogsSpecs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders of an attempt; torch calls this before it starts the ranks."""
-        first = envs[min(envs)]
-        # A change of membership starts the ranks again under the same count; the earlier logs stay.
-        attempt = _make_unique(self._folder, f"attempt_{first.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        attempt = self._make_folder(envs)
         ranks: list[RankLogs] = []
         paths: dict[Stream, dict[int, str]] = {"stdout": {}, "stderr": {}}
         teed: dict[Stream, dict[int, str]] = {"stdout": {}, "stderr": {}}
         for local_rank, environ in sorted(envs.items()):
             rank = int(environ["RANK"])
             folder = attempt / str(local_rank)
-            folder.mkdir()
             through_terminal: list[Stream] = []
             for stream in STREAMS:
                 log = str(folder / f"{stream}.log")
@@ -206,10 +300,8 @@ class RankLogsSpecs(LogsSpecs):
             logs = RankLogs.inside(folder, rank=rank, local_rank=local_rank, terminals=tuple(through_terminal))
             logs = dataclasses.replace(logs, one_terminal=one_terminal)
             environ.update(logs.variables())
-            whole = {**os.environ, **environ}
-            environ[inheritance.MARK] = inheritance.mark(whole, pid=0, rank=rank, world_size=len(envs), meet=None)
             ranks.append(logs)
-        self._started(ranks, first)
+        self._begin(ranks, envs)
         return LogsDest(
             stdouts=paths["stdout"],
             stderrs=paths["stderr"],

@@ -6,6 +6,7 @@ Each stays until the job is over on all nodes: one of them keeps the store, and 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import socket
 import threading
@@ -47,7 +48,7 @@ class End:
 
     Attributes:
         how: `WELL`; `LOST`, all of them, which an elastic job goes on without; `FAILED`; or `AGAIN`: they failed, and
-            are started again.
+            are started again, with those of all nodes.
         words: the failure, for the user of another node; empty where there is none.
     """
 
@@ -56,14 +57,14 @@ class End:
 
 
 class OtherNodeFailed(Exception):
-    """The job has failed on another node, or the end of one is not known. The text has the reason."""
+    """The job has failed on another node, or how it goes on is not known. The text has the reason."""
 
 
 class OtherNodes:
     """Those of one attempt of a job, seen by the launcher of one node.
 
     Entries of ``_ends`` come from the store and do not change. A thread of its own reads the store, which may not
-    answer; it alone writes ``_ends``, ``_done``, ``_hosts`` and ``_beats``.
+    answer; it alone writes ``_ends``, ``_done``, ``_hosts``, ``_beats`` and ``_next``.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class OtherNodes:
         self._own: End | None = None
         self._own_since = 0.0
         self._leaving = False
+        self._ready: int | None = None  # its ranks are ended, to be started for the n-th time again
+        self._next: tuple[list[int], int] | None = None  # the decision about that
         self._ends: dict[int, End] = {}
         self._done: set[int] = set()  # those that need no store any more
         self._hosts: dict[int, str] = {}
@@ -125,7 +128,7 @@ class OtherNodes:
         if len(ends) == self._nodes:
             return End(WELL)
         missing = self._missing()
-        if self._store_is_gone():
+        if self.store_is_gone():
             if missing:
                 return End(
                     FAILED,
@@ -136,22 +139,62 @@ class OtherNodes:
             return End(FAILED, f"{self._names(silent)}: no beat of its launcher for {SILENCE_S:.0f} s")
         return None
 
-    def end(self, how: str) -> bool:
+    @property
+    def again(self) -> End | None:
+        """That of another node which starts its ranks again; None where there is none."""
+        return next((it for node, it in sorted(self.ends.items()) if node != self._node and it.how == AGAIN), None)
+
+    def end(self, how: str) -> End:
         """The ranks of this node of an elastic job are over: `WELL`, some of them with exit code 0, or `LOST`.
 
-        Returns when those of the other nodes are over, or their launchers are silent: whether the job has ended well on
-        some node.
+        Returns when those of another node are started again, or those of all are over or their launchers silent: then
+        `WELL`, if the job has ended well on some node, or `LOST`.
         """
-        if self._own is not None and self._leaving:
-            return self._well
         self.publish(End(how))
-        while not self._store_is_gone() and not all(
-            node in self._ends or node in self._silent() for node in range(self._nodes)
+        while (
+            (again := self.again) is None
+            and not self.store_is_gone()
+            and not all(node in self._ends or node in self._silent() for node in range(self._nodes))
         ):
             time.sleep(0.02)
-        self.leave()
         _log.info("the ranks here: %s; all: %s; all know: %s", how, self._ends, self._done)
-        return self._well
+        return again or End(WELL if self._well else LOST)
+
+    def agree(self, restarts: int) -> tuple[list[int], int]:
+        """Agree with the other nodes of an elastic job who starts its ranks again: all nodes whose launchers are not
+        silent and whose ranks have been ended. Asks the store no more afterwards.
+
+        Args:
+            restarts: how often this node will have started its ranks again.
+
+        Returns:
+            The numbers of these nodes, and how often they will have: the same on all of them.
+
+        Raises:
+            OtherNodeFailed: the store is gone, or they have decided without this node.
+        """
+        self._ready = restarts
+        while (decided := self._next) is None:
+            if self.store_is_gone():
+                raise OtherNodeFailed("the launcher that keeps the store is gone, so no rank is started again")
+            self._wake.set()
+            time.sleep(0.02)
+        self.close()
+        members = decided[0]
+        self.check_not_passed_over()
+        if without := [node for node in range(self._nodes) if node not in members]:
+            ended = all(node in self._ends and self._ends[node].how == FAILED for node in without)
+            why = "its launcher has ended" if ended else f"no beat of its launcher for {SILENCE_S:.0f} s"
+            self._say([f"starting again without {self._names(without)}: {why}"], self._node != members[0])
+        return decided
+
+    def check_not_passed_over(self) -> None:
+        """Raise OtherNodeFailed if the other nodes have decided to start their ranks again without this one."""
+        if self._next is not None and self._node not in self._next[0]:
+            raise OtherNodeFailed(
+                "the other nodes have started their ranks again without this one, whose launcher was not heard of for"
+                f" {SILENCE_S:.0f} s"
+            )
 
     def leave(self, limit_s: float = 2 * SILENCE_S) -> None:
         """Stay until the others need no store any more, are silent, or the time is over; then ask it no more."""
@@ -159,7 +202,7 @@ class OtherNodes:
             return
         self._leaving = True
         end = time.monotonic() + limit_s
-        while not self._store_is_gone() and time.monotonic() < end:
+        while not self.store_is_gone() and time.monotonic() < end:
             published = self._own is None or self._node in self._ends
             if published and all(node in self._done or node in self._silent() for node in range(self._nodes)):
                 break
@@ -194,7 +237,8 @@ class OtherNodes:
         more = f" and {len(nodes) - _NAMES} more" if len(nodes) > _NAMES else ""
         return f"node{'s' if len(nodes) > 1 else ''} {', '.join(shown)}{more}"
 
-    def _store_is_gone(self) -> bool:
+    def store_is_gone(self) -> bool:
+        """Whether the launcher that keeps it is silent, or its host."""
         return self._broken is not None or time.monotonic() - self._answered > SILENCE_S
 
     def _silent(self) -> list[int]:
@@ -237,6 +281,10 @@ class OtherNodes:
         if self._own is not None or now - self._looked > LOOK_S:
             self._looked = now
             self._look_at_beats()
+            if self._elastic and self._next is None:
+                self._next = self._decided()
+        if self._ready is not None and self._next is None:
+            self._decide(self._ready)
         self._answered = time.monotonic()
         self._asked += 1
 
@@ -245,23 +293,42 @@ class OtherNodes:
         failed = not self._elastic and any(end.how == FAILED for end in self._ends.values())
         return failed or len(self._ends) == self._nodes
 
+    def _decide(self, restarts: int) -> None:
+        """Say that this node is ready; the lowest node decides who starts again when all that are there are ready."""
+        self._set("ready", str(restarts))
+        counts = {self._node: restarts}
+        counts |= {other: int(count) for other in self._beats if (count := self._get("ready", other)) is not None}
+        failed = {other for other, end in self._ends.items() if end.how == FAILED}
+        if self._node == min(counts) and not set(self._beats) - set(counts) - failed - set(self._silent()):
+            # The first decision counts.
+            self._store.compare_set(f"{self._prefix}/next", "", json.dumps([sorted(counts), max(counts.values())]))
+
+    def _decided(self) -> tuple[list[int], int] | None:
+        key = f"{self._prefix}/next"
+        if not self._store.check([key]):
+            return None
+        members, count = json.loads(self._store.get(key))
+        self._note_hosts([other for other in self._beats if other not in members])
+        return members, count
+
     def _look_at_beats(self) -> None:
         for other, (count, _) in self._beats.items():
-            if other in self._ends and not self._leaving:
-                continue
             now_at = self._store.add(f"{self._prefix}/beat/{other}", 0)
             if now_at != count:
                 self._beats[other] = (now_at, time.monotonic())
 
     def _log_waiting(self, since_s: float) -> None:
         missing = self._missing()
-        for node in missing:
-            if node not in self._hosts and (host := self._get("host", node)) is not None:
-                self._hosts[node] = host
+        self._note_hosts(missing)
         line = f"node {self._node} of {self._nodes} waits for {self._names(missing)}, whose ranks have not ended"
         last_beat_s = time.monotonic() - max(self._beats[node][1] for node in missing)
         silence = f"; the last beat of its launcher was {duration(last_beat_s)} ago" if last_beat_s > NOTICE_S else ""
         self._say([f"{line}, since {duration(since_s)}{silence}"], any(node < self._node for node in self._ends))
+
+    def _note_hosts(self, nodes: list[int]) -> None:
+        for node in nodes:
+            if node not in self._hosts and (host := self._get("host", node)) is not None:
+                self._hosts[node] = host
 
     def _set(self, what: str, value: str) -> None:
         self._store.set(f"{self._prefix}/{what}/{self._node}", value)
@@ -269,6 +336,20 @@ class OtherNodes:
     def _get(self, what: str, node: int) -> str | None:
         key = f"{self._prefix}/{what}/{node}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def claim(agent: Any) -> None:
+    """Be the launcher of its node of an elastic job, before the ranks start.
+
+    Raises:
+        OtherNodeFailed: there is one, or was, whose ranks are the job's: the end of others would be taken for theirs.
+    """
+    group = agent._worker_group
+    if group.store.add(f"ringdp/launchers/holder/{group.group_rank}", 1) > 1:
+        raise OtherNodeFailed(
+            f"an elastic job runs at this rendezvous, and node {group.group_rank} of it has a launcher already, or had"
+            " one: give this job another --master-port, or let it join that one by --join HOST:PORT"
+        )
 
 
 def of(agent: Any, *, elastic: bool, say: Callable[[list[str], bool], None]) -> OtherNodes:

@@ -6,10 +6,13 @@ import dataclasses
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from ringdp.config import ADMITS_MARK, MEMBER_MARK
 from ringdp.launcher.logs import RankLogs
@@ -34,10 +37,11 @@ class Replacements:
 
     Args:
         most: replacements in ten minutes.
+        logs_of: the files of the process with which a local rank began.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, logs_of: Callable[[int], RankLogs]) -> None:
+        self._most, self._logs_of = most, logs_of
         self._slots: dict[int, _Slot] = {}
         self._started_s: deque[float] = deque()
 
@@ -51,7 +55,7 @@ class Replacements:
 
     def note_death(self, context: SubprocessContext, local_rank: int, code: int) -> str | None:
         """A rank has died. Returns why nothing comes in its place; None: something does, or nothing can."""
-        if not any(_beside(context, one, ADMITS_MARK).exists() for one in context.subprocess_handlers):
+        if not any(beside(context, one, ADMITS_MARK).exists() for one in context.subprocess_handlers):
             return None
         slot, now_s = self._slots.setdefault(local_rank, _Slot()), time.monotonic()
         while self._started_s and now_s - self._started_s[0] > PERIOD_S:
@@ -76,35 +80,43 @@ class Replacements:
             slot.due_s, slot.began_s = None, time.monotonic()
             slot.count += 1
             self._started_s.append(slot.began_s)
-            started[local_rank] = _start(context, local_rank, slot.count)
+            started[local_rank] = self._logs_of(local_rank).of_replacement(slot.count)
+            _start(context, started[local_rank])
         return started
 
     def outside(self, context: SubprocessContext, local_rank: int) -> bool:
         """A replacement that is no member of the job yet."""
-        return self.replaced(local_rank) and not _beside(context, local_rank, MEMBER_MARK).exists()
+        return self.replaced(local_rank) and not beside(context, local_rank, MEMBER_MARK).exists()
 
 
-def _beside(context: SubprocessContext, local_rank: int, name: str) -> Path:
-    return Path(context.error_files[local_rank]).with_name(name)
+def beside(context: SubprocessContext, local_rank: int, name: str) -> Path:
+    """The file of that name beside the report of a local rank's process, where it leaves marks for the launcher."""
+    return Path(context.envs[local_rank]["RINGDP_REPORT_FILE"]).with_name(name)
 
 
-def _start(context: SubprocessContext, local_rank: int, number: int) -> RankLogs:
-    first = Path(context.envs[local_rank]["TORCHELASTIC_ERROR_FILE"]).parent
-    folder = first.with_name(f"{local_rank}-{number + 1}")
-    folder.mkdir(exist_ok=True)
-    host, port = context.envs[local_rank]["MASTER_ADDR"], context.envs[local_rank]["MASTER_PORT"]
-    logs = RankLogs.inside(folder, rank=int(context.envs[local_rank]["RANK"]), local_rank=local_rank)
+class _Appending(SubprocessHandler):
+    """A process that appends to the files of its streams: a user's (--logs-specs) have those of the one before."""
+
+    def __init__(self, logs: RankLogs, **named: Any) -> None:
+        self._files = logs.stdout, logs.stderr
+        super().__init__(stdout=None, stderr=None, **named)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
+        self._stdout, self._stderr = (open(path, "a") if path else None for path in self._files)  # noqa: SIM115
+        return super()._popen(args, env)
+
+
+def _start(context: SubprocessContext, logs: RankLogs) -> None:
+    local_rank, environ = logs.local_rank, context.envs[logs.local_rank]
     # A replacement of a rank that has joined from another launcher joins there, too.
-    join = os.environ.get("RINGDP_JOIN") or f"[{host}]:{port}"
-    environ = context.envs[local_rank] | logs.variables() | {"RINGDP_JOIN": join}
+    join = os.environ.get("RINGDP_JOIN") or f"[{environ['MASTER_ADDR']}]:{environ['MASTER_PORT']}"
+    context.envs[local_rank] = environ | logs.variables() | {"RINGDP_JOIN": join}
     context.error_files[local_rank] = logs.error_file
-    context.subprocess_handlers[local_rank] = get_subprocess_handler(
-        entrypoint=context.entrypoint,  # type: ignore[arg-type]  # of a SubprocessContext
+    context.subprocess_handlers[local_rank] = _Appending(
+        logs,
+        entrypoint=context.entrypoint,
         args=context.args[local_rank],
-        env=environ,
-        stdout=logs.stdout,
-        stderr=logs.stderr,
+        env=context.envs[local_rank],
         local_rank_id=local_rank,
         numa_options=context._numa_options,
     )
-    return logs

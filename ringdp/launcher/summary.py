@@ -46,23 +46,23 @@ def failed(
     if len(reports) > 1:
         lines.append(f"  then: {_others(reports[1:])}")
     lines += [f"  before: {verdict}" for verdict in earlier]
+    where = f" on {host}" if several_hosts else ""
+    if log := _log_of(first, kept=folder is not None):
+        lines.append(f"  full log: {log}{where}")
     if folder is not None:
-        where = f" on {host}" if several_hosts else ""
-        if first.tail_log:
-            lines.append(f"  full log: {short_path(first.tail_log)}{where}")
         lines.append(f"  all logs: {folder}{where}")
     return [_cut(line) for line in lines[:MAX_LINES]]
 
 
 def failed_elsewhere(words: str, *, seconds: float, folder: str | None) -> list[str]:
-    """The summary on a node whose ranks ended well, of a job that failed on another one.
+    """The summary on a node whose own ranks are not to blame, of a job that failed on another one.
 
     Args:
         words: the failure there.
         seconds: how long the run took.
         folder: the run's folder here; None where no logs are kept.
     """
-    lines = [f"ringrun: FAILED after {duration(seconds)}: {words}; the ranks here had ended well"]
+    lines = [f"ringrun: FAILED after {duration(seconds)}: {words}"]
     if folder is not None:
         lines.append(f"  logs of this node: {folder}")
     return [_cut(line) for line in lines]
@@ -72,13 +72,20 @@ def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_ke
     """The reason of a restart, in one line: the rank to blame, its failure, its log."""
     first = reports[0]
     what = f"attempt {attempt}: {first.verdict(host)}"
-    return _cut(what + (f"; log: {short_path(first.tail_log)}" if logs_kept and first.tail_log else ""))
+    log = _log_of(first, kept=logs_kept)
+    return _cut(what + (f"; log: {log}" if log else ""))
 
 
 def lost(report: FailureReport, *, host: str, logs_kept: bool) -> str:
     """The line for a rank without which the others go on (--elastic): its cause of death, and its log."""
     what = f"ringrun: {report.verdict(host)}; the other ranks go on without it"
-    return _cut(what + (f"; log: {short_path(report.tail_log)}" if logs_kept and report.tail_log else ""))
+    log = _log_of(report, kept=logs_kept)
+    return _cut(what + (f"; log: {log}" if log else ""))
+
+
+def _log_of(report: FailureReport, *, kept: bool) -> str:
+    """The file with its last lines; empty where there is none, or where the run's folder, which has it, is not kept."""
+    return short_path(report.tail_log) if report.tail_log and (kept or report.logs.of_user) else ""
 
 
 def finished(

@@ -54,12 +54,16 @@ def launch(argv: list[str], *, given_secret: str | None = None, tied: Tether | N
         given_secret: the job's, in hexadecimal digits, where another launcher has started this one.
         tied: joins this one to that.
     """
-    arguments = join_running(parse(argv, on_a_node=tied is not None))
+    try:
+        arguments = join_running(parse(argv, on_a_node=tied is not None))
+    except ValueError as error:
+        Console().lines("stderr", [f"ringrun: {error}"])
+        return 2
     if arguments.placement is not None:
         return _on_many_hosts(arguments, arguments.placement)
     try:
         folder = make_run_folder(
-            log_dir=arguments.log_dir,
+            log_dir=Path(os.devnull) if arguments.torchrun.logs_specs else arguments.log_dir,
             script=arguments.torchrun.training_script,
             several_hosts=arguments.several_hosts,
         )
@@ -318,13 +322,16 @@ class Supervisor:
         self._display.resize()
 
     def _end_at_once(self) -> NoReturn:
+        number = self._stop_signal or signal.SIGTERM
         processes.kill_all(self._survivors)
         self.remove_files()
-        os._exit(128 + (self._stop_signal or signal.SIGTERM))
+        if select.select([], [2], [], 0)[1]:  # the console may be what holds this process up
+            os.write(2, f"ringrun: stopped by {signal.Signals(number).name}: all processes were killed\n".encode())
+        os._exit(128 + number)
 
     def _grace_left(self) -> float:
         grace_s = self._arguments.grace_s
-        if self._started is None and self._arguments.torchrun.logs_specs is None:
+        if self._started is None:
             # There is no rank yet that could save anything; the agent may be waiting in C++, where it does not handle
             # signals.
             grace_s = min(grace_s, NO_RANKS_GRACE_S)

@@ -31,8 +31,8 @@ def leave(reports: Sequence[FailureReport], host: str) -> None:
         host: this host's name.
     """
     first = reports[0]
-    if first.logs.stdout:
-        path = Path(first.logs.stdout).parents[1] / NAME
+    if first.logs.report_file:
+        path = Path(first.logs.report_file).parents[1] / NAME
         with contextlib.suppress(OSError):
             path.write_text(json.dumps({"rank": first.failure.rank, "words": first.verdict(host)}) + "\n")
 

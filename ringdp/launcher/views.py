@@ -39,7 +39,8 @@ class Views:
     several ranks byte by byte, lines with the rank in front are shown instead.
 
     Attributes:
-        console: "errors", "rank0" or "all"; None for torchrun's rules.
+        console: "errors", "rank0", "all", or "none", where a user's class shows the streams (--logs-specs); None for
+            torchrun's rules.
         redirects: streams that go to the log alone, for all ranks or by local rank.
         tee: streams that are also shown.
         local_ranks: the only local ranks that are shown; empty for all.
@@ -58,6 +59,8 @@ class Views:
         """How one stream is shown."""
         if self.console is None:
             return self._as_torchrun(rank, local_rank, local_world_size, stream)
+        if self.console == "none":
+            return View(mode=Mode.HIDDEN)
         if self.console == "all":
             return View(mode=Mode.LINES, prefix=rank_prefix(rank))
         if rank == 0:

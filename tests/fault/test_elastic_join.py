@@ -173,6 +173,23 @@ def test_another_program_is_refused_with_both_values(
     job.check_each_sample_once()
 
 
+def test_a_newcomer_that_waits_can_be_stopped(made: Callable[..., Jobs]) -> None:
+    job = made(job={"max_ranks": 2})
+    job.start(2)
+    job.until_step(2)
+    pid = job.join()
+    job.until(lambda: job.store.check(["ringdp/elastic/0/tickets"]))
+    time.sleep(0.2)  # it waits
+    began = time.monotonic()
+    job.kill(pid, signal.SIGTERM)
+    assert job.code(pid) == 0
+    assert time.monotonic() - began < 3.0
+    job.until_step(max(it["step"] for it in job.events("begins")) + 10)
+    assert [it["ranks"] for it in job.wait()] == [2, 2]
+    assert not [it["text"] for it in job.events("log") if "newcomer" in it["text"] or "join" in it["text"]]
+    assert not job.events("change")
+
+
 def test_nonsense_in_the_store_and_a_full_disk_hold_nobody_up(made: Callable[..., Jobs]) -> None:
     job = made(audit="/dev/full")
     job.start(2)

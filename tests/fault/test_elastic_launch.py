@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -162,6 +164,49 @@ def test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_other
     assert len(re.findall(rf"rank 1 \(host .*\) was lost .*{words}.*step 4 was made again", job.err)) == 2, job.err
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]
+
+
+AS_A_PATH = """
+    import json, os, signal, sys, traceback
+    from pathlib import Path
+
+    rank = int(os.environ["RANK"])
+    told = [sys.argv, __name__, __file__, __spec__, sys.modules["__main__"].__dict__ is globals(), sys.path]
+    Path(f"told-{rank}").write_text(json.dumps(told))
+    if "elastic" in sys.argv:
+        import torch
+        import ringdp
+
+        ringdp.init()
+        model = ringdp.RingDP(torch.nn.Linear(10, 1))
+        for step in range(6):
+            if step == 3 and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(4, 10)).sum().backward()
+            model.zero_grad()
+    if rank == 1:
+        raise ValueError("a label of another kind")
+"""
+
+
+def test_run_path_is_what_it_is_without_elastic(tmp_path: Path, jobs: list[Job]) -> None:
+    """But for the processes, which can die one by one."""
+    path = script(tmp_path, AS_A_PATH)
+    told = []
+    for flags, words in ([(), ("$a", "plain")], [("--elastic",), ("$a", "elastic")]):
+        job = run(jobs, tmp_path, *flags, "-n", "3" if flags else "2", "--run-path", path, *words)
+        assert job.process.returncode == (0 if flags else 1), job.err
+        assert "rank 1 on host" in job.err
+        assert "raised ValueError: a label of another kind" in job.err
+        [error] = tmp_path.glob("logs/*/attempt_0/1/error.json")
+        recorded = json.loads(error.read_text())["message"]
+        stack = recorded["extraInfo"]["py_callstack"]
+        told.append([json.loads((tmp_path / "told-1").read_text()), recorded["message"], stack])
+        shutil.rmtree(tmp_path / "logs")
+        assert told[-1][0][0].pop() == words[1]
+    assert told[0] == told[1]
+    without = r"without rank 0 \(SIGKILL\), rank 1 \(ValueError\)"
+    assert re.search(rf"finished after .* and 6 steps {without}", job.err), job.err
 
 
 def test_when_all_fail_the_job_has_failed(tmp_path: Path, jobs: list[Job]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from ringdp.launcher import joining
 from tests.fault.launch_jobs import Job, script, wait_until
 from tests.helpers import free_port
 from tests.train.harness import ring_is_built
@@ -30,6 +32,8 @@ TRAIN = """
         for x, y in loader:
             if first and ringdp.rank() == 1 and job.step == 3 and "kill" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if first and ringdp.rank() == 1 and job.step == 3 and "raise" in sys.argv:
+                raise ValueError("a bad label")
             if not first and "again" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
             (model(x) - y).square().mean().backward()
@@ -45,7 +49,7 @@ TRAIN = """
 
 
 def ends(job: Job) -> set[str]:
-    return set(re.findall(r"rank \d of 3: (\S+)", job.out))
+    return set(re.findall(r"rank \d of 3: (-?0x[0-9a-f.]+p[-+]\d+)", job.out))
 
 
 def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
@@ -62,6 +66,33 @@ def test_a_rank_that_was_killed_is_replaced(tmp_path: Path, jobs: list[Job]) -> 
     assert re.search(r"ringrun: another process takes the place of rank 1, its log in \S+/1-2\n", job.err), job.err
     assert re.search(r"ringdp: step \d+: rank 3 joined: 3 ranks go on as view 3; 0\.\d+ s", job.err), job.err
     assert re.search(r"finished after .* without rank 1 \(SIGKILL, replaced\), lost on the way", job.err), job.err
+    assert job.out.count(" of 3: ") == 3
+    assert len(ends(job)) == 1
+
+
+@pytest.mark.parametrize(("log_dir", "known"), [("mine", True), ("/dev/null", False)])
+def test_a_users_logs_specs_say_where_output_goes(tmp_path: Path, jobs: list[Job], log_dir: str, known: bool) -> None:
+    """Those of the process that was replaced go on; and that of one that keeps nothing is not known."""
+    where = ("--logs-specs", "default", "--log-dir", log_dir, "--redirects", "2")
+    (temporary := tmp_path / "temporary").mkdir()
+    environ = {"TMPDIR": str(temporary)}
+    job = Job(tmp_path, "--elastic", "-n", "3", *where, script(tmp_path, TRAIN), "raise", environ=environ)
+    jobs.append(job)
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    said = re.findall(r"ringrun: rank 1 on host \S+ (.*)\n", job.err)
+    if known:
+        [log] = tmp_path.glob("mine/*/attempt_0/1/stderr.log")
+        short = log.relative_to(tmp_path)
+        assert said == [f"raised ValueError: a bad label; the other ranks go on without it; log: {short}"], job.err
+        text = log.read_text()
+        assert text.index("a bad label") < text.index("joined as rank")
+    else:
+        assert said == ["ended with exit code 1; the other ranks go on without it"], job.err
+    assert "ringrun: another process takes the place of rank 1\n" in job.err
+    assert re.search(r"finished after .* steps? without rank 1 \(.*, replaced\), lost on the way\n", job.err), job.err
+    assert not (tmp_path / "logs").exists()
+    assert not list(temporary.glob("ringdp-*"))
     assert job.out.count(" of 3: ") == 3
     assert len(ends(job)) == 1
 
@@ -101,6 +132,65 @@ def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> No
     assert "joined as rank 2 of 3" in second.err
     assert ends(first) == ends(second)
     assert len(ends(first)) == 1
+
+
+STOPS = """
+    import os, signal
+    from ringdp.elastic import transfer
+
+    place = transfer._place_for
+
+    def stop(*given):
+        transfer._place_for = place
+        if "RINGDP_JOIN" in os.environ:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return place(*given)
+
+    transfer._place_for = stop
+"""
+
+
+def test_one_that_is_stopped_while_it_gets_the_state_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
+    """The others go on without it, two seconds later."""
+    text = textwrap.dedent(STOPS) + textwrap.dedent(TRAIN).replace("not first or", "job.step > 150 or")
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, text), "kill")
+    job.wait(60)
+    assert job.process.returncode == 0, job.err
+    words = (
+        r"rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for 2\.\d+ s: the others may not wait longer"
+    )
+    assert len(re.findall(words, job.err)) == 1, job.err
+    [waited_s] = re.findall(r"step \d+: nobody joined: 2 ranks go on as view 4; (\d+\.\d+) s\n", job.err)
+    assert 2.0 < float(waited_s) < 4.0
+    assert "rank 1 of 2: " in job.out
+
+
+def test_a_second_job_of_the_same_endpoint_and_name(tmp_path: Path, jobs: list[Job]) -> None:
+    """On one host it is refused; as a host of several it would join, which its secret does not allow."""
+    port = free_port()
+    common = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "-n", "1"]
+    program, launched = script(tmp_path, TRAIN), []
+    for name, more in (("first", []), ("second", []), ("third", ["--nnodes", "2"]), ("fourth", ["--nnodes", "2"])):
+        (folder := tmp_path / name).mkdir()
+        (folder / "secret").write_text("cd" * 32 if name == "third" else "ab" * 32)
+        (folder / "secret").chmod(0o600)
+        launched.append(run(jobs, folder, *common, *more, "--secret-file", "secret", "--console", "all", program))
+        if name == "first":
+            wait_until(lambda: joining.running("127.0.0.1", port, "none"), "the job")
+        elif name != "fourth":
+            launched[-1].wait(60)
+    first, second, third, fourth = launched
+    assert second.process.returncode == 2
+    assert len(second.err.splitlines()) == 1
+    assert re.match(
+        r"ringrun: an elastic job with --rdzv-id none runs at \S+ already: give this one another", second.err
+    )
+    assert third.process.returncode == 1
+    assert "MismatchError: the running job does not let this process in: its secret is not the job's" in third.err
+    assert first.err.count("cannot join: its secret is not the job's") == 1
+    for job in (first, fourth):
+        assert job.wait(60) == 0, job.err
+    assert "joined as rank 1 of 2" in fourth.err
 
 
 def test_a_notice_lets_the_ranks_of_a_host_leave(tmp_path: Path, jobs: list[Job]) -> None:

@@ -166,10 +166,11 @@ def test_who_is_stopped_while_others_wait_for_it_tells_them(tmp_path: Path, jobs
     assert re.search(r"FAILED after .*: the launcher on host \S+ was stopped by SIGTERM", nodes[0].err), nodes[0].err
 
 
+@pytest.mark.parametrize("flags", [(), ("--elastic",)], ids=str)
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_a_restart_is_one_of_all_nodes(tmp_path: Path, jobs: list[Job], backend: str) -> None:
+def test_a_restart_is_one_of_all_nodes(tmp_path: Path, jobs: list[Job], backend: str, flags: tuple[str, ...]) -> None:
     """As on one host, where torch starts ranks again that had ended well."""
-    nodes = by_rank(start(jobs, tmp_path, ["well", "again"], "--max-restarts", "2", backend=backend))
+    nodes = by_rank(start(jobs, tmp_path, ["well", "again"], "--max-restarts", "2", *flags, backend=backend))
     time.sleep(1.0)
     go(tmp_path)
     assert [node.wait() for node in nodes.values()] == [0, 0], nodes[0].err

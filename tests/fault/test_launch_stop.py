@@ -78,15 +78,19 @@ def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, jobs: list[Job]) -
     assert_gone(job)
 
 
-def test_second_ctrl_c_ends_at_once(tmp_path: Path, jobs: list[Job]) -> None:
-    job = start(jobs, tmp_path, "--nproc-per-node", "2", script(tmp_path, STUBBORN), "ignore", grace="60")
+@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--elastic",))], ids=str)
+def test_a_second_signal_ends_at_once(
+    tmp_path: Path, jobs: list[Job], number: signal.Signals, flags: tuple[str, ...]
+) -> None:
+    job = start(jobs, tmp_path, *flags, "--nproc-per-node", "2", script(tmp_path, STUBBORN), "ignore", grace="60")
     wait_until(lambda: ready(tmp_path), "both ranks")
     begin = time.monotonic()
     while job.process.poll() is None:  # a very quick second one counts as the first
-        job.process.send_signal(signal.SIGINT)
+        job.process.send_signal(number)
         time.sleep(0.02)
         assert time.monotonic() - begin < 2.0
     assert_gone(job)
+    assert f"ringrun: stopped by {number.name}: all processes were killed\n" in job.err
 
 
 def test_while_importing(tmp_path: Path, jobs: list[Job]) -> None:

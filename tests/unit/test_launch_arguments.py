@@ -64,11 +64,6 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"],
             "needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT",
         ),
-        (
-            ["--elastic", "-H", "a:1,b:1", "--max-restarts", "1", "s.py"],
-            "and --max-restarts on several hosts cannot be combined",
-        ),
-        (["--elastic", "--run-path", "s.py"], "--elastic (RINGDP_ELASTIC=1) and --run-path cannot be combined"),
         (["--nnodes", "0", "s.py"], "--nnodes must be a number from 1 on, or MIN:MAX, got 0"),
         (["--nnodes", "2:1", "s.py"], "got 2:1"),
         (["--nnodes", "two", "s.py"], "got two"),

@@ -94,6 +94,30 @@ def test_the_last_ranks_are_left_alone_where_there_are_no_others(
 
 
 @pytest.mark.parametrize(
+    ("limit_s", "words"), [(None, "the others may not"), (60.0, "the others may not"), (1.0, "--evict-after")]
+)
+def test_a_newcomer_may_be_stopped_for_two_seconds(
+    sleepers: list[subprocess.Popen[bytes]], clock: Clock, limit_s: float | None, words: str
+) -> None:
+    pids = [one.pid for one in sleepers]
+    ranks = StoppedRanks(limit_s)
+    stop(sleepers[0])
+    for passed in (0.0, 0.9, 0.9, 0.9):
+        clock.now_s += passed
+        ranks.look(pids, others=False, newcomers=pids[:1])
+    assert sleepers[0].wait(5) == -signal.SIGKILL
+    assert words in ranks.why(pids[0])
+
+
+def test_without_a_limit_a_member_may_be_stopped(sleepers: list[subprocess.Popen[bytes]], clock: Clock) -> None:
+    pids = [one.pid for one in sleepers]
+    ranks = StoppedRanks(None)
+    stop(sleepers[0])
+    look(ranks, clock, pids, 0.0, *[0.9] * 9, others=True)
+    assert sleepers[0].poll() is None
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--evict-after", "5"], "--evict-after needs --elastic"),
