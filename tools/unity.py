@@ -25,10 +25,7 @@ FOLDER = Path("build/unity")
 # instruction set of its own or is arithmetic that must stay as it is.
 TOGETHER = ("base", "transport", "link", "shared", "meet", "device", "collective", "membership", "engine")
 # These stay alone, because a header of theirs excludes one that others in their folder include.
-ALONE = {
-    f"transport/{name}.cpp": "<linux/tcp.h> and <netinet/tcp.h> define the same structures"
-    for name in ("tcp_health", "tcp_limits")
-}
+ALONE = {"transport/tcp_health.cpp": "<linux/tcp.h> and <netinet/tcp.h> define the same structures"}
 # The folders of csrc/torch, and the group in which each is compiled. A file that includes pybind11 belongs to
 # "bindings", wherever it lies.
 TORCH_GROUPS = {"bindings": "bindings", "reducer": "reducer", "backend": "backend", "device": "backend"}

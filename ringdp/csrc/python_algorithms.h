@@ -1,5 +1,5 @@
-// The algorithms and the choice among them, the host's network interfaces and the instruction set, for Python. Header
-// only: each module that binds this has pybind11 internals of its own.
+// What the core can choose from, for Python: algorithms, transports, the host's network interfaces and the instruction
+// set. Header only: each module that binds this has pybind11 internals of its own.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,9 +11,9 @@
 
 #include "base/error.h"
 #include "collective/algorithm_table.h"
-#include "collective/tuning.h"
 #include "kernels/kernels.h"
 #include "meet/addresses.h"
+#include "transport/transport.h"
 
 namespace ringdp {
 
@@ -77,6 +77,28 @@ inline void bind_algorithms(py::module_& module) {
       "those\n"
       "that RINGDP_IFACE=spec chooses, in its order; None: all.");
   module.def("isa", [] { return std::string(isa_name(current_isa())); }, "The instruction set in use.");
+}
+
+// The table of transports for Python (transport/transport.h): the values of RINGDP_TRANSPORT, and which transports
+// stay inside a host.
+inline void bind_transports(pybind11::module_& module) {
+  namespace py = pybind11;
+  module.def(
+      "registered_transports",
+      [] {
+        py::list out;
+        for (const Transport* it : transports()) {
+          py::dict row;
+          row["name"] = it->name;
+          row["title"] = it->title;
+          row["same_host"] = it->same_host;
+          row["direct"] = it->direct;
+          row["checksums"] = it->checksums;
+          out.append(row);
+        }
+        return out;
+      },
+      "All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each.");
 }
 
 }  // namespace ringdp

@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 #include "codec/codec.h"
-#include "collective/tuning.h"
+#include "collective/algorithm_table.h"
 #include "engine/group.h"
 #include "kernels/kernels.h"
 #include "python_algorithms.h"

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "base/log.h"
-#include "collective/tuning.h"
+#include "collective/algorithm_table.h"
 #include "core_group.h"
 #include "core_reconfiguration.h"
 #include "engine/group.h"
@@ -18,7 +18,6 @@
 #include "python_errors.h"
 #include "python_naming.h"
 #include "python_records.h"
-#include "python_transports.h"
 #include "slow_device.h"
 #include "transport/congestion.h"
 

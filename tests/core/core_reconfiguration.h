@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "collective/tuning.h"
-#include "engine/runtime.h"
+#include "collective/algorithm_table.h"
+#include "engine/group.h"
 #include "meet/reconfiguration.h"
 
 namespace ringdp {

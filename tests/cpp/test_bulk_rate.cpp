@@ -6,7 +6,7 @@
 
 #include "base/naming.h"
 #include "job.h"
-#include "link/send_window.h"
+#include "link/link_sender.h"
 #include "transport/tcp.h"
 
 namespace ringdp::testing {

@@ -4,7 +4,7 @@
 #include <random>
 #include <thread>
 
-#include "collective/point_to_point.h"
+#include "collective/direct.h"
 #include "faulty.h"
 #include "job.h"
 

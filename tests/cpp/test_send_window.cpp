@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "link/incoming_flows.h"
-#include "link/send_window.h"
+#include "link/link_sender.h"
 #include "testing.h"
 
 namespace ringdp {

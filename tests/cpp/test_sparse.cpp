@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "codec/sparse.h"
-#include "codec/sparse_threshold.h"
+#include "codec/sparse_scan.h"
 #include "instruction_sets.h"
 #include "kernels/half.h"
 #include "testing.h"

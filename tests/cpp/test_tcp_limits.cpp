@@ -1,6 +1,6 @@
-// What is said of a connection that a setting makes slow (transport/tcp_limits.h).
+// What is said of a connection that a setting makes slow (TcpLimits).
 #include "testing.h"
-#include "transport/tcp_limits.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp::testing {
 namespace {

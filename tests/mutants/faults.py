@@ -165,7 +165,7 @@ DEVICE = [
         "at + i + 1 < count ? x[at + i] : 0.0f",
     ),
     kernel("codes are not scaled", "block_codes.cuh", "values[i] * code.scale", "values[i]"),
-    kernel("the last residual is not published", "commit.cu", "i < switches.count", "i + 1 < switches.count"),
+    kernel("the last residual is not published", "encode.cu", "i < switches.count", "i + 1 < switches.count"),
 ]
 
 

@@ -1,6 +1,8 @@
 #include "base/types.h"
 
 #include <array>
+#include <map>
+#include <mutex>
 
 namespace ringdp {
 namespace {
@@ -68,6 +70,33 @@ std::string_view collective_name(Collective what) {
 std::string_view codec_name(CodecId codec) {
   auto i = static_cast<std::size_t>(codec);
   return i < kCodecNames.size() ? kCodecNames[i] : "unknown";
+}
+
+namespace {
+
+struct Known {
+  std::mutex mutex;
+  std::map<int32_t, std::string> texts;
+};
+
+Known& known() {
+  static Known it;
+  return it;
+}
+
+}  // namespace
+
+void remember_codec(int32_t number, std::string text) {
+  const std::lock_guard lock(known().mutex);
+  known().texts[number] = std::move(text);
+}
+
+std::string codec_text(int32_t number) {
+  if (number >= 0 && number < kCodecCount) return std::string(codec_name(static_cast<CodecId>(number)));
+  const std::lock_guard lock(known().mutex);
+  const auto found = known().texts.find(number);
+  return found != known().texts.end() ? found->second
+                                      : "codec " + std::to_string(number) + ", which is not loaded here";
 }
 
 }  // namespace ringdp

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace ringdp {
@@ -80,5 +81,11 @@ std::string_view dtype_name(DType dtype);           // torch's names: "float32",
 std::string_view reduce_op_name(ReduceOp op);       // "SUM", "AVG", …
 std::string_view collective_name(Collective what);  // "all_reduce", "broadcast", …
 std::string_view codec_name(CodecId codec);         // "int8", …
+
+// The names of codec numbers from the wire (docs/reference/wire_format.md): a CodecId, or the hash of a codec from a
+// shared library. For messages that name the codec which another rank uses.
+
+void remember_codec(int32_t number, std::string text);
+std::string codec_text(int32_t number);  // "int8", or "codec N, which is not loaded here"
 
 }  // namespace ringdp

@@ -1,6 +1,6 @@
 // The loops for AVX2: 8 floats at a time.
 #include "codec/table.h"
-#include "kernels/targets.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 

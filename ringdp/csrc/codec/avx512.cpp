@@ -1,6 +1,6 @@
 // The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time.
 #include "codec/table.h"
-#include "kernels/targets.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 

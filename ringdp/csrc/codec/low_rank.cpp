@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "kernels/targets.h"
 
 namespace ringdp::low_rank {
 namespace {

@@ -18,10 +18,10 @@
 
 #include "../include/ringdp/compressor.h"
 #include "base/bytes.h"
-#include "base/codec_numbers.h"
 #include "base/error.h"
 #include "base/fd.h"
 #include "base/sha256.h"
+#include "base/types.h"
 #include "kernels/elements.h"
 #include "kernels/kernels.h"
 

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "kernels/kernels.h"
-#include "kernels/targets.h"
 
 namespace ringdp::rotation {
 namespace {

@@ -1,11 +1,13 @@
 // Which algorithm runs for which collective, size, dtype, number of ranks and layout of hosts. A table, fixed here or
-// read from a file (tuning.h), not timing: the order of summation, and so the bits, depend on it. The cost model
+// read from a file (TuningLimits), not timing: the order of summation, and so the bits, depend on it. The cost model
 // behind the numbers is ringdp/costs.py. Any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "base/types.h"
@@ -88,5 +90,21 @@ Algorithm choose_reduce(const AlgorithmTable& table, int world, std::size_t byte
 Algorithm choose_reduce_scatter(const AlgorithmTable& table, std::span<const int> hosts, std::size_t bytes);
 Algorithm choose_broadcast(const AlgorithmTable& table, int world, std::size_t bytes);
 Algorithm choose_all_gather(const AlgorithmTable& table, int world, std::size_t bytes);
+
+// The algorithm tables as names and numbers: what a file of RINGDP_TUNING overrides (ringdp/config/tuning.py reads
+// it), what ranks compare in the rendezvous, and what is logged. Value types, any thread.
+
+// "one_host.fold_sent_bytes" to bytes, "one_host.direct_ranks" to ranks; without a layout in front, for all layouts.
+using TuningLimits = std::map<std::string, std::size_t>;
+
+// The built-in tables with the values of `limits`. Throws Error(kValue) for an unknown name.
+AlgorithmTables tables_from(const TuningLimits& limits);
+TuningLimits limits_of(const AlgorithmTables& tables);
+
+// All limits as "name=number" items, always in the same order: equal exactly when the tables are.
+std::string tables_text(const AlgorithmTables& tables);
+
+// One line for the log: the algorithms of an all-reduce of these ranks, and the source of the table.
+std::string describe_all_reduce(const AlgorithmTables& tables, std::span<const int> hosts, const std::string& source);
 
 }  // namespace ringdp

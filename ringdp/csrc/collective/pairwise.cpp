@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "collective/all_reduce.h"
-#include "collective/chunks.h"
+#include "collective/scattered.h"
 
 namespace ringdp {
 namespace {

@@ -1,7 +1,7 @@
 // Stages: lists of a rank's sends and receives in an operation of two levels (two_level.h). A stage is the state of a
 // block after one step on this rank (its input, a sum, a copy); a stream lists the stages that go to or come from one
-// member, in an order that both ends derive alike. Plans make the lists (two_level_plan.h, two_level_scatter.h);
-// `TwoLevel` executes them. Owned by one operation, used by the thread that drives the engine.
+// member, in an order that both ends derive alike. The plans of two_level.h make the
+// lists; `TwoLevel` executes them. Owned by one operation, used by the thread that drives the engine.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "collective/all_reduce.h"
-#include "collective/chunks.h"
+#include "collective/scattered.h"
 
 namespace ringdp {
 

@@ -1,8 +1,8 @@
 // TwoLevel: all-reduce and reduce-scatter of ranks on several hosts, of which some have several: added up inside each
 // host, then between the hosts with every rank of a host carrying its share, then (all-reduce) passed on inside the
 // host. Of h hosts each sends 2(h-1)/h of an all-reduce's buffer, however many ranks it has, and a reduce-scatter's
-// chunk leaves a host once. Plans list the messages and the order in which inputs are added: two_level_plan.h,
-// two_level_scatter.h. Owner and thread: as every Operation (operation.h).
+// chunk leaves a host once. Plans list the messages and the order in which inputs are added. Owner and thread: as every
+// Operation (operation.h).
 //
 // AllReducePlan: the stages of an all-reduce in two levels, made from the host map, the element count and the type.
 //
@@ -26,9 +26,9 @@
 #include <vector>
 
 #include "base/types.h"
-#include "collective/chunks.h"
 #include "collective/host_map.h"
 #include "collective/operation.h"
+#include "collective/scattered.h"
 #include "collective/stages.h"
 
 namespace ringdp {

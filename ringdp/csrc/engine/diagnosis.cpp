@@ -17,7 +17,7 @@
 #include "base/process_stacks.h"
 #include "base/signal_bell.h"
 #include "base/thread.h"
-#include "engine/operation_dump.h"
+#include "engine/operation_record.h"
 
 namespace ringdp {
 
@@ -204,8 +204,6 @@ void Diagnosis::note_failure(uint64_t group, const Error& error, uint64_t cause)
 void Diagnosis::log_stall(const std::string& text) {
   if (!state_->folder.empty()) write([state = state_, text] { state->log_stall(text); });
 }
-
-std::string Diagnosis::stall_log() const { return state_->folder.empty() ? "" : state_->path("stalls", ".log"); }
 
 void Diagnosis::run(std::function<void()> job) { state_->asking.run(std::move(job)); }
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <thread>
 
-#include "engine/notices.h"
+#include "base/log.h"
 #include "engine/operation_record.h"
 #include "link/connection.h"
 
@@ -53,8 +53,6 @@ class Diagnosis {
   void note_failure(uint64_t group, const Error& error, uint64_t cause);
   // Adds to the log of stalls beside the dumps.
   void log_stall(const std::string& text);
-  // The path of that log; empty: there is none.
-  std::string stall_log() const;
   // Runs on the thread that collects stacks.
   void run(std::function<void()> job);
   void stop();  // queued jobs still run

@@ -191,7 +191,6 @@ void ElasticGroup::commit(uint64_t unit) {
   if (has_last_world_.exchange(false)) {
     std::lock_guard changing(change_mutex_);
     last_view_.reset();
-    last_runtime_.reset();
   }
 }
 
@@ -303,7 +302,6 @@ void ElasticGroup::install(ViewChange change) {
     if (!next_world_ || next_world_->name != decision.world)
       throw Error(ErrorKind::kState, "the members of the job go on in a world that this rank has not met");
     last_view_ = before;
-    last_runtime_ = runtime_;
     has_last_world_ = true;
     move_to(std::move(*next_world_));
     members.resize(static_cast<std::size_t>(runtime_->engine().world()));
@@ -314,7 +312,7 @@ void ElasticGroup::install(ViewChange change) {
   OnChange listener;
   {
     std::lock_guard lock(mutex_);
-    for (const int member : members) change.places.push_back(places_.at(static_cast<std::size_t>(member)));
+    change.places = places_of(*now);
     group_ = now;
     group_->set_timeout_ms(timeout_ms_);
     progress_.install(change.view, decision.committed);
@@ -352,8 +350,12 @@ void ElasticGroup::move_to(NextWorld world) {
 
 std::vector<int> ElasticGroup::places() const {
   std::lock_guard lock(mutex_);
+  return places_of(*group_);
+}
+
+std::vector<int> ElasticGroup::places_of(const GroupHandle& view) const {
   std::vector<int> places;
-  for (const int member : group_->view().members) places.push_back(places_.at(static_cast<std::size_t>(member)));
+  for (const int member : view.view().members) places.push_back(places_.at(static_cast<std::size_t>(member)));
   return places;
 }
 

@@ -151,6 +151,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   void move_to(NextWorld world);
   MemberState freeze(const std::shared_ptr<GroupHandle>& group, uint64_t unit, bool calling);
   void install(ViewChange change);
+  std::vector<int> places_of(const GroupHandle& view) const;  // with the lock held
   void look(const std::vector<int>& waiting_for, Deadline deadline, Clock::time_point& next_notice) const;
   Error changed_error() const;
   void throw_if_untold();
@@ -163,7 +164,6 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   std::unique_ptr<Agreement> agreement_;
   std::optional<NextWorld> next_world_;
   std::shared_ptr<GroupHandle> last_view_;  // of the world before, until all members have left a unit in this one
-  std::shared_ptr<Runtime> last_runtime_;
 
   std::mutex change_mutex_;   // one change at a time; locked before mutex_
   mutable std::mutex mutex_;  // guards the members below

@@ -1,9 +1,4 @@
-// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group
-// (or by Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group;
-// messages are ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
-//
-// OpenGroup: a group of ranks in the engine: its members, submitting operations to it, their timeout, and its end.
-// Base of GroupHandle, which has the operations. Any thread.
+// How the layers above use the core: a Runtime, and the groups of it (GroupHandle).
 #pragma once
 
 #include <atomic>
@@ -14,15 +9,61 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "collective/algorithm_table.h"
 #include "collective/compressed.h"
 #include "collective/factory.h"
 #include "collective/finite.h"
 #include "collective/operation.h"
-#include "engine/runtime.h"
+#include "engine/engine.h"
+#include "meet/connection_thread.h"
+#include "meet/rendezvous.h"
 
 namespace ringdp {
+
+// Runtime: one rank's part in a job: the connections, the engine and its two threads. Not a global: tests make one per
+// rank in one process. Owned by the process groups of the process, or by a test. Created and destroyed by any thread;
+// destruction says goodbye to the peers and joins the threads (after a fork, in the child, it does nothing).
+class Runtime {
+ public:
+  // Runs the rendezvous (blocking, see `meet`) and starts the threads.
+  Runtime(Store& store, const RendezvousOptions& rendezvous, EngineOptions options, AlgorithmTables tables = {});
+  // After a rendezvous. `tables`: the job's; the ranks have compared them there (RendezvousOptions::tables).
+  Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tables = {});
+  ~Runtime();
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  Engine& engine() { return *engine_; }
+  std::shared_ptr<Engine> share_engine() { return engine_; }
+  // The number of each rank's host, in order of appearance; if the ranks have sites, of its site, which collectives
+  // treat as a host.
+  const std::vector<int>& hosts() const { return hosts_; }
+  const AlgorithmTables& tables() const { return tables_; }                // as configured
+  const AlgorithmTables& tables_in_use() const { return tables_in_use_; }  // for this job's round trip
+  int64_t round_trip_us() const { return round_trip_us_; }                 // Mesh::round_trip_us
+  bool far() const { return tables_in_use_ != tables_; }                   // the round trip counts as long
+  // The transport's name to every other rank; the expected one if it is not connected yet.
+  const std::map<int, std::string>& transports() const { return transports_; }
+
+  void shut_down();  // idempotent
+  bool ended() const { return ended_; }
+
+ private:
+  std::shared_ptr<Engine> engine_;                // also held by the threads and by works still waited for
+  std::shared_ptr<ConnectionThread> connecting_;  // null if no connection is missing and none can break
+  std::unique_ptr<std::thread> communication_;
+  std::unique_ptr<std::thread> completion_;
+  const unsigned generation_ = fork_generation();
+  std::atomic<bool> ended_{false};
+  std::vector<int> hosts_;
+  const AlgorithmTables tables_;
+  const int64_t round_trip_us_;
+  const AlgorithmTables tables_in_use_;
+  std::map<int, std::string> transports_;
+};
 
 class ElasticGroup;
 
@@ -42,6 +83,8 @@ struct CallOptions {
   std::span<const std::byte> input;  // of an all-reduce: the input, which is not changed; empty: in place
 };
 
+// OpenGroup: a group of ranks in the engine: its members, submitting operations to it, their timeout, and its end.
+// Base of GroupHandle, which has the operations. Any thread.
 class OpenGroup {
  public:
   // `members[i]`: rank of group rank i in the Runtime's world. `name` must be the same on all members. `elastic`: of
@@ -86,6 +129,9 @@ class OpenGroup {
   std::atomic<bool> open_{true};
 };
 
+// GroupHandle: the collectives of one group of ranks, as the Python-facing layers call them. Owned by a process group
+// (or by Python, in tests). Any thread, but the order of collectives must be the same on all ranks of the group;
+// messages are ordered by sender, receiver and tag alone. Buffers must live until the Work is done.
 class GroupHandle : public OpenGroup {
  public:
   // See OpenGroup. `tables`: which algorithm does what, by the layout of the group.

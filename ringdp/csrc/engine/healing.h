@@ -16,10 +16,10 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
-#include "engine/notices.h"
 #include "engine/peer_links.h"
 #include "meet/redialler.h"
 

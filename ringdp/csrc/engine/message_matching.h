@@ -7,7 +7,7 @@
 
 #include "engine/driver_role.h"
 #include "engine/failure_agreement.h"
-#include "engine/group_state.h"
+#include "engine/group_table.h"
 #include "engine/peer_links.h"
 
 namespace ringdp {

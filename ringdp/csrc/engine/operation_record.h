@@ -15,6 +15,7 @@
 
 #include "base/thread_safety.h"
 #include "collective/operation.h"
+#include "link/connection.h"
 #include "link/flow.h"
 
 namespace ringdp {
@@ -121,5 +122,19 @@ class OperationRecorder {
   std::vector<RecordedGroup> groups_ RINGDP_GUARDED_BY(mutex_);
   std::vector<RecordedFailure> failures_ RINGDP_GUARDED_BY(mutex_);
 };
+
+// The content of a dump file: the recorder's records, members, failures and stacks, as JSON
+// (docs/how-to/diagnosis.md). Pure functions, any thread.
+struct DumpHead {
+  PeerInfo self;
+  int world = 1;
+  std::string reason;  // "failure: …", "signal"
+  std::string stacks;  // of this process, see process_stacks
+};
+
+std::string dump_text(const OperationRecorder& recorder, const DumpHead& head);
+
+// A text as a JSON string, in quotes.
+std::string json_text(const std::string& text);
 
 }  // namespace ringdp

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/driver_role.h"
-#include "engine/group_state.h"
+#include "engine/group_table.h"
 
 namespace ringdp {
 

@@ -15,7 +15,6 @@
 #include "engine/driver_role.h"
 #include "engine/engine_options.h"
 #include "engine/failure_agreement.h"
-#include "engine/group_state.h"
 #include "engine/group_table.h"
 #include "engine/message_matching.h"
 #include "engine/peer_links.h"

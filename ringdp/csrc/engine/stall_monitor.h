@@ -12,10 +12,10 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "engine/diagnosis.h"
 #include "engine/driver_role.h"
 #include "engine/group_table.h"
-#include "engine/notices.h"
 #include "engine/peer_links.h"
 #include "engine/program_threads.h"
 #include "link/frame.h"

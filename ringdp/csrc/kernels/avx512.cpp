@@ -1,6 +1,6 @@
 // The loops for AVX-512 (F, BW, DQ, VL): 16 floats at a time.
+#include "kernels/kernels.h"
 #include "kernels/table.h"
-#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "base/bytes.h"
-#include "kernels/crc32c_versions.h"
 
 namespace ringdp {
 namespace kernels {

@@ -1,5 +1,5 @@
 // CRC32C by the instructions of x86-64 processors. crc32c.cpp asks the CPU for the features named here.
-#include "kernels/crc32c_versions.h"
+#include "kernels/crc32c.h"
 
 #if defined(__x86_64__)
 

@@ -7,7 +7,6 @@
 
 #include "kernels/half.h"
 #include "kernels/kernels.h"
-#include "kernels/targets.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

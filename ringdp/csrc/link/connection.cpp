@@ -3,7 +3,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 namespace {

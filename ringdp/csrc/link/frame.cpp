@@ -4,10 +4,10 @@
 #include <array>
 
 #include "base/bytes.h"
-#include "base/codec_numbers.h"
 #include "base/error.h"
 #include "base/process_stacks.h"
 #include "base/text.h"
+#include "base/types.h"
 
 namespace ringdp {
 

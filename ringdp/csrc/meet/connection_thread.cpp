@@ -8,7 +8,7 @@
 
 #include "base/text.h"
 #include "base/thread.h"
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 

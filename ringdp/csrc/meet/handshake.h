@@ -123,7 +123,6 @@ class HandshakeSocket {
 
   bool announced(std::size_t bytes);  // of padding that comes next; false: more than there may be
   std::size_t padding() const { return padding_; }
-  bool awaits_padding() const { return padding_left_ > 0; }
 
   bool send(const HandshakeFields& fields, std::span<const std::byte> secret);  // false: see `why`
 

@@ -15,7 +15,7 @@
 #include "base/fd.h"
 #include "base/sha256.h"
 #include "meet/addresses.h"
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 

@@ -21,7 +21,7 @@
 #include "meet/connector.h"
 #include "meet/records.h"
 #include "meet/transport_setup.h"
-#include "shared/ready_tree.h"
+#include "shared/shared_setup.h"
 #include "transport/pair_memory.h"
 
 namespace ringdp {

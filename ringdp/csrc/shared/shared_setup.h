@@ -1,14 +1,9 @@
-// SharedSetup: sets up the memory that the ranks of a host share: a PairSetup for each peer, several at once. When the
-// pairs of the start are done, a barrier (ReadyTree) tells all ranks, even if no pair shares memory. Pairs may be
-// added later. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened
-// over the TCP connection. A TCP connection that ends while a pair, or the tree, needs it is replaced (`take_cut`,
-// `reconnect`). The messages of the tree are sent once on each connection: when this is complete, all messages to this
-// rank have been read. Used by one thread, that of a `meet` and later that of ConnectionThread; owns the pairs, and
-// with them their connections until they become channels.
+// The memory that the ranks of a host share (SharedSetup), and how all ranks learn that all are ready (ReadyTree).
 #pragma once
 
 #include <poll.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,11 +12,48 @@
 #include "base/fd.h"
 #include "shared/fd_socket.h"
 #include "shared/pair_setup.h"
-#include "shared/ready_tree.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
 
 namespace ringdp {
+
+// ReadyTree: a barrier over existing connections. The parent of rank r is rank (r - 1) / 4. A rank that is ready, and
+// has the reports of its children, reports to its parent; rank 0 then knows that all are ready and informs its
+// children, and these theirs. Each report has the largest number of its subtree, and the way down the largest of all.
+// All ranks together send 2 (n - 1) messages, of which 2 log4(n) follow one another, and no rank communicates with
+// more than five others. Bookkeeping only: SharedSetup sends the messages. Used by the thread of the rendezvous.
+class ReadyTree {
+ public:
+  ReadyTree(int rank, int world);
+
+  bool is_neighbour(int peer) const;
+  int parent() const { return parent_; }  // -1: this is rank 0
+  static int parent_of(int rank);         // the same
+  const std::vector<int>& children() const { return children_; }
+
+  void set_ready(int64_t number);  // the first call counts
+  // The report of a child: its subtree is ready, with the largest `number`. False: it was not expected. It may come
+  // again, over another connection.
+  bool take_report(int peer, int64_t number);
+  // the parent's message that all are ready; false and repetition as above
+  bool take_all_ready(int peer, int64_t number);
+
+  bool to_report() const;  // this rank and all behind it are ready, and the parent (rank 0: itself) does not know yet
+  void note_reported();
+  bool reported() const { return reported_; }
+  bool all_ready() const { return all_ready_; }
+  int64_t largest() const { return largest_; }  // of this rank's subtree; once all are ready, of all ranks
+  std::vector<int> awaited() const;             // the neighbours whose message is missing
+
+ private:
+  const int parent_;
+  std::vector<int> children_;
+  std::vector<int> silent_;  // children that have not reported
+  bool ready_ = false;
+  bool reported_ = false;
+  bool all_ready_ = false;
+  int64_t largest_ = 0;
+};
 
 // Such that a rank shares at most 8 MiB in all with up to 64 others on its host; with more, 64 KiB each way per pair.
 std::size_t shared_ring_bytes(int ranks_on_host);
@@ -30,6 +62,13 @@ std::size_t shared_ring_bytes(int ranks_on_host);
 std::string must_share_text(const TransportChoice& choice, const std::string& problem);
 std::string instead_text(const TransportChoice& choice);
 
+// SharedSetup: sets up the memory that the ranks of a host share: a PairSetup for each peer, several at once. When the
+// pairs of the start are done, a barrier (ReadyTree) tells all ranks, even if no pair shares memory. Pairs may be
+// added later. Nothing blocks. A pair whose transport needs no memory has nothing to set up: its channel is opened
+// over the TCP connection. A TCP connection that ends while a pair, or the tree, needs it is replaced (`take_cut`,
+// `reconnect`). The messages of the tree are sent once on each connection: when this is complete, all messages to this
+// rank have been read. Used by one thread, that of a `meet` and later that of ConnectionThread; owns the pairs, and
+// with them their connections until they become channels.
 class SharedSetup {
  public:
   struct Plan {

@@ -15,7 +15,7 @@
 #include "base/fd.h"
 #include "transport/stripe_lane.h"
 #include "transport/tcp.h"
-#include "transport/tcp_limits.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 namespace {

@@ -16,8 +16,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "transport/striped.h"
-#include "transport/tcp_limits.h"
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 #include "transport/transport.h"
 
 namespace ringdp {

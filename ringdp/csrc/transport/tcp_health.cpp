@@ -3,10 +3,13 @@
 #include <linux/sockios.h>
 #include <linux/tcp.h>  // has more of tcp_info than netinet/tcp.h
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 
 namespace ringdp {
 namespace {
@@ -116,6 +119,92 @@ std::size_t TcpHealth::packet_bytes_under_way() const {
 
 bool TcpHealth::doubtful(Clock::time_point now) const {
   return last_.pending() && now - held_up_since_ >= kDoubt && (!answers_ || now - answered_at_ >= kDoubt);
+}
+
+namespace {
+
+constexpr int64_t kLongPathUs = 5000;          // over shorter ones any buffer is large enough
+constexpr int64_t kEnoughSeenUs = 500'000;     // of work
+constexpr uint64_t kLossy = 1000;              // one packet of so many
+constexpr std::size_t kShutBytes = 16 * 1024;  // with a smaller window the peer does not read
+constexpr const char* kEnough = "67108864";
+
+}  // namespace
+
+TcpLimits TcpLimits::of(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  TcpLimits out;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return out;
+  out.busy_us = static_cast<int64_t>(info.tcpi_busy_time);
+  out.send_buffer_full_us = static_cast<int64_t>(info.tcpi_sndbuf_limited);
+  out.window_full_us = static_cast<int64_t>(info.tcpi_rwnd_limited);
+  out.round_trip_us = info.tcpi_rtt;
+  out.sent = info.tcpi_data_segs_out;
+  out.sent_again = info.tcpi_total_retrans;
+  out.window_bytes = info.tcpi_snd_wnd;
+  std::array<char, 17> name{};  // TCP_CA_NAME_MAX
+  length = name.size() - 1;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), &length) == 0) out.congestion = name.data();
+  return out;
+}
+
+std::string TcpLimits::text() const {
+  if (round_trip_us < kLongPathUs || busy_us < kEnoughSeenUs) return "";
+  const std::string path = "over this path of " + std::to_string(round_trip_us / 1000) + " ms ";
+  if (2 * send_buffer_full_us > busy_us)
+    return path + "the send buffer limits: sysctl -w net.ipv4.tcp_wmem='4096 16384 " + kEnough + "' here";
+  if (2 * window_full_us > busy_us && window_bytes >= kShutBytes)
+    return path + "the receive buffer of that host limits: sysctl -w net.ipv4.tcp_rmem='4096 131072 " + kEnough +
+           "' there";
+  if (sent_again * kLossy > sent && !congestion.starts_with("bbr"))
+    return path + std::to_string(sent_again) + " of " + std::to_string(sent) +
+           " packets were lost, after each of which " + congestion +
+           " is slow for a while: sysctl -w net.ipv4.tcp_congestion_control=bbr here, or, where programs are "
+           "to choose it, net.ipv4.tcp_allowed_congestion_control='reno cubic bbr' (RINGDP_CONGESTION)";
+  return "";
+}
+
+namespace {
+
+constexpr auto kAskEvery = std::chrono::seconds(1);
+
+}  // namespace
+
+TcpWatch::TcpWatch(int fd) : fd_(fd), peer_(SocketAddress::far_end_of(fd)) {}
+
+int64_t TcpWatch::host_silence_ms() { return look() ? health_.silence_ms(Clock::now()) : 0; }
+
+NetworkPath::HeldUp TcpWatch::held_up() {
+  if (!look()) health_.note_reset();
+  return {health_.held_up_ms(Clock::now()), health_.packet_bytes_under_way()};
+}
+
+bool TcpWatch::look() {
+  auto counters = TcpHealth::Counters::of(fd_);
+  if (!counters) return false;
+  auto now = Clock::now();
+  health_.look(*counters, now);
+  ask_elsewhere(now);
+  return true;
+}
+
+// If both ends have only large packets in flight, a path that loses those is as silent as a dead host. A live host
+// refuses or accepts a connection to this port, with small packets.
+void TcpWatch::ask_elsewhere(Clock::time_point now) {
+  int error_number = EAGAIN;  // no answer
+  if (probe_) {
+    pollfd polled{probe_.get(), POLLOUT, 0};
+    if (poll(&polled, 1, 0) > 0) error_number = connect_error(probe_.get());
+    if (error_number != EAGAIN || now - asked_at_ >= kAskEvery) probe_.reset();
+  }
+  if (error_number == EAGAIN && !probe_ && health_.doubtful(now) && now - asked_at_ >= kAskEvery) {
+    asked_at_ = now;
+    int failed = 0;
+    probe_ = start_connect(peer_, failed);
+    if (!probe_) error_number = failed;
+  }
+  if (error_number == 0 || error_number == ECONNREFUSED) health_.answered_elsewhere(now);
 }
 
 }  // namespace ringdp

@@ -1,14 +1,17 @@
-// TcpHealth: judges from the kernel's counters of a connection whether the peer's host answers and whether the path
-// delivers, independently of the peer's process. Bookkeeping only: numbers and time come in from outside. Owned by a
-// TcpWatch, used by its thread.
+// What the kernel's counters say of a TCP connection (TCP_INFO): whether the peer's host answers, whether bytes arrive,
+// and which setting makes it slow.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "base/deadline.h"
+#include "base/fd.h"
 #include "transport/channel.h"
+#include "transport/tcp.h"
 
 namespace ringdp {
 
@@ -16,6 +19,9 @@ namespace ringdp {
 // unknown.
 int64_t tcp_round_trip_us(int fd);
 
+// TcpHealth: judges from the kernel's counters of a connection whether the peer's host answers and whether the path
+// delivers, independently of the peer's process. Bookkeeping only: numbers and time come in from outside. Owned by a
+// TcpWatch, used by its thread.
 class TcpHealth {
  public:
   struct Counters {                   // of TCP_INFO, tcp(7)
@@ -67,6 +73,51 @@ class TcpHealth {
   Clock::time_point answered_at_{};
   uint32_t sent_again_ = 0;         // packets, ever
   uint32_t sent_again_before_ = 0;  // at its first answer
+};
+
+// The system setting that makes a connection over a long path slow, by the kernel's counters of what it waited for.
+// Any thread.
+struct TcpLimits {                  // of TCP_INFO, tcp(7), since the connection was made
+  int64_t busy_us = 0;              // with bytes to carry
+  int64_t send_buffer_full_us = 0;  // of that: waiting for room in the send buffer
+  int64_t window_full_us = 0;       // of that: waiting for the peer's window
+  int64_t round_trip_us = 0;
+  uint64_t sent = 0;  // packets with data
+  uint64_t sent_again = 0;
+  std::size_t window_bytes = 0;  // the peer's, now
+  std::string congestion = {};   // the congestion control
+
+  static TcpLimits of(int fd);
+
+  // Empty if no setting limits it; else the setting, and a better value.
+  std::string text() const;
+};
+
+// Advice to a user if packets of the size that the hosts send do not arrive (NetworkPath::HeldUp).
+inline constexpr const char* kLargePacketsAdvice =
+    "give the interfaces of these hosts and everything between them the same MTU (ip link set dev NAME mtu BYTES, as "
+    "small as the smallest of them), or let Linux find the size: sysctl -w net.ipv4.tcp_mtu_probing=1 on every host";
+
+// TcpWatch: watches a connected socket that another object owns: whether the host at its other end answers, and
+// whether sent bytes arrive. Probes that host with another connection if the socket alone does not show it. Used by
+// one thread at a time.
+class TcpWatch {
+ public:
+  explicit TcpWatch(int fd);  // which outlives this
+
+  int64_t host_silence_ms();
+  NetworkPath::HeldUp held_up();
+  const SocketAddress& peer() const { return peer_; }
+
+ private:
+  bool look();
+  void ask_elsewhere(Clock::time_point now);
+
+  int fd_;
+  SocketAddress peer_;
+  TcpHealth health_{Clock::now()};
+  Fd probe_;
+  Clock::time_point asked_at_{};
 };
 
 }  // namespace ringdp

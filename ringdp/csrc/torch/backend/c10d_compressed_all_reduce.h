@@ -21,7 +21,7 @@
 
 #include "collective/compressed.h"
 #include "collective/finite.h"
-#include "torch/backend/staged_work.h"
+#include "torch/backend/work.h"
 #include "torch/device/device_codec.h"
 
 namespace ringdp {

@@ -4,8 +4,7 @@
 
 #include "base/error.h"
 #include "base/naming.h"
-#include "collective/point_to_point.h"
-#include "torch/backend/arguments.h"
+#include "collective/direct.h"
 #include "torch/backend/call.h"
 #include "torch/backend/sparse.h"
 #include "torch/backend/steps_made.h"

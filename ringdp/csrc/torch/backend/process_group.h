@@ -15,7 +15,6 @@
 #include "torch/backend/backward_unit.h"
 #include "torch/backend/buffers.h"
 #include "torch/backend/hooks.h"
-#include "torch/backend/membership.h"
 #include "torch/backend/reconfigurer.h"
 #include "torch/backend/work.h"
 

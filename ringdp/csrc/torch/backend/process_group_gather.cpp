@@ -1,7 +1,6 @@
 // The collectives in which ranks hold pieces: all-gather, reduce-scatter, gather, scatter, all-to-all.
 #include <algorithm>
 
-#include "torch/backend/arguments.h"
 #include "torch/backend/call.h"
 #include "torch/backend/process_group.h"
 

@@ -1,10 +1,28 @@
-// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs
-// at a time, on a thread of its own: it runs a rendezvous with the new members, makes a Runtime and a group of them,
-// and passes both to its owner; an attempt that fails changes nothing. Owned by a ProcessGroupRing; any thread,
-// without the GIL.
+// The members of a process group (Membership), and what replaces them (Reconfigurer).
 #pragma once
 
+#include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "engine/group.h"
+
+namespace ringdp {
+
+// Membership: a process group's Runtime, group and listener. Replaced as a whole when the group is reconfigured. Value
+// type.
+struct Membership {
+  std::shared_ptr<Runtime> runtime;  // all three null in a group that waits for its first reconfigure
+  std::shared_ptr<GroupHandle> group;
+  std::shared_ptr<const FailureListener> listener;  // runs the abort hooks when the group fails
+
+  // Operations in flight fail; the abort hooks do not run.
+  void close(const std::string& how = "destroyed") {
+    listener.reset();
+    if (group) group->close(how);
+  }
+};
+
+}  // namespace ringdp
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 
@@ -16,10 +34,13 @@
 #include <thread>
 
 #include "meet/reconfiguration.h"
-#include "torch/backend/membership.h"
 
 namespace ringdp {
 
+// Reconfigurer: the attempts of a process group to get new members (torch's reconfigure, since 2.14). One attempt runs
+// at a time, on a thread of its own: it runs a rendezvous with the new members, makes a Runtime and a group of them,
+// and passes both to its owner; an attempt that fails changes nothing. Owned by a ProcessGroupRing; any thread,
+// without the GIL.
 class Reconfigurer {
  public:
   struct Settings {

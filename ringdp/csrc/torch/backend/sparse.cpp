@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "base/error.h"
-#include "torch/backend/arguments.h"
 #include "torch/backend/buffers.h"
-#include "torch/backend/staged_work.h"
+#include "torch/backend/call.h"
+#include "torch/backend/work.h"
 
 namespace ringdp {
 namespace {

@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/thread.h"
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 

@@ -21,7 +21,7 @@
 
 #include "base/deadline.h"
 #include "meet/store.h"
-#include "transport/tcp_watch.h"
+#include "transport/tcp_health.h"
 
 namespace ringdp {
 

@@ -1,6 +1,4 @@
-// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy
-// back is queued; `wait` orders the current streams after that. Owned by Python and, for asynchronous operations, by
-// the completion thread, which marks its future. Any thread, with or without the GIL.
+// torch's handles of what is in flight: RingWork of one call's operations, StagedWork of several stages of them.
 #pragma once
 
 #include <atomic>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "engine/elastic_group.h"
+#include "engine/group.h"
 #include "torch/backend/hooks.h"
 
 namespace ringdp {
@@ -18,6 +17,9 @@ namespace ringdp {
 // The devices of the tensors that are not on the CPU; each once.
 std::vector<c10::Device> devices_of(const std::vector<at::Tensor>& tensors);
 
+// RingWork: torch's handle of an operation in flight. With tensors on devices the operation is over when the last copy
+// back is queued; `wait` orders the current streams after that. Owned by Python and, for asynchronous operations, by
+// the completion thread, which marks its future. Any thread, with or without the GIL.
 class RingWork final : public c10d::Work {
  public:
   RingWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
@@ -85,6 +87,32 @@ class RingWork final : public c10d::Work {
   bool waited_ = false;
   std::atomic<uint64_t> attached_{0};
   std::exception_ptr error_;
+};
+
+// StagedWork: the Work of a call that takes several operations, the later of which depend on the results of the
+// earlier ones. Owned by its caller and by the callbacks between its stages, which run on the completion threads. Any
+// thread.
+class StagedWork final : public c10d::Work {
+ public:
+  // `engine` may be null. The future is for the streams that are current when the work ends.
+  StagedWork(std::shared_ptr<Engine> engine, int rank, c10d::OpType type, const char* title,
+             std::vector<at::Tensor> outputs, std::shared_ptr<Hooks> hooks = nullptr);
+
+  // Runs `stage`; an exception ends the work.
+  void attempt(const std::function<void()>& stage);
+  void end(std::exception_ptr error);
+
+  // Polls Python's signals while it waits, like Engine::wait; throws the work's error.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  std::shared_ptr<Engine> engine_;  // shared with the Runtime; may be null
+  std::shared_ptr<Hooks> hooks_;    // of the process group, called after its success; may be null
+  std::vector<at::Tensor> outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // of the streams that are current where `end` is called
 };
 
 }  // namespace ringdp

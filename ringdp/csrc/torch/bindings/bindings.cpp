@@ -10,7 +10,6 @@ PYBIND11_MODULE(_C, module) {
   ringdp::register_error_translator<ringdp::most_steps>();
   ringdp::bind_algorithms(module);
   ringdp::bind_work(module);
-  ringdp::bind_failed_future(module);
   ringdp::bind_process_group(module);
   ringdp::bind_elastic(module);
   ringdp::bind_python_stacks(module);

@@ -11,11 +11,11 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "collective/tuning.h"
+#include "collective/algorithm_table.h"
 #include "meet/rendezvous.h"
+#include "python_algorithms.h"
 #include "python_naming.h"
 #include "python_records.h"
-#include "python_transports.h"
 #include "torch/backend/future_wait.h"
 #include "torch/backend/process_group.h"
 #include "torch/backend/store_adapter.h"

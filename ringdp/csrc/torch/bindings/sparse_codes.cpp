@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "codec/sparse.h"
-#include "codec/sparse_threshold.h"
+#include "codec/sparse_scan.h"
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/flat_tensors.h"
 

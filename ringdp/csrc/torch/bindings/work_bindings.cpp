@@ -1,6 +1,7 @@
 // RingWork for Python: a Work whose future stores the path of its operation, so that collectives issued in its
 // callbacks are matched on all ranks, whether a callback runs at once (attached to a complete future) or later on a
 // completion thread. (torch's own future cannot be derived from.)
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <atomic>
@@ -15,13 +16,30 @@
 #include "base/bytes.h"
 #include "torch/backend/work.h"
 #include "torch/bindings/bindings.h"
-#include "torch/bindings/kept_error.h"
 
 namespace ringdp {
 namespace {
 
 namespace py = pybind11;
 using torch::jit::PythonFutureWrapper;
+
+// For Future::setError: it can be thrown repeatedly, on any thread. GIL held; its destructor takes the GIL.
+std::exception_ptr kept_error(const py::object& exception) {
+  python_error error;
+  error.type = py::type::of(exception).release().ptr();
+  error.value = py::object(exception).release().ptr();
+  error.traceback = PyException_GetTraceback(exception.ptr());
+  error.build_message();
+  return std::make_exception_ptr(std::move(error));
+}
+
+// A torch.futures.Future that fails with a Python exception, which waits in C++ raise too, as in backward(): the same
+// object. (Future.set_exception works in Python alone; Future.then makes a RuntimeError of its text.)
+void fail_future(const std::shared_ptr<PythonFutureWrapper>& future, const py::object& exception) {
+  std::exception_ptr error = kept_error(exception);
+  const py::gil_scoped_release without_gil;
+  future->fut->setError(std::move(error));
+}
 
 // With a second enable_shared_from_this pybind11 ignores the first, from which it cannot cast down (no virtual
 // function).
@@ -114,6 +132,15 @@ std::shared_ptr<RingFuture> future_of(const c10::intrusive_ptr<RingWork>& work) 
 }  // namespace
 
 void bind_work(py::module_& module) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(std::move(pointer));
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  module.def("fail_future", &fail_future, py::arg("future"), py::arg("exception"),
+             "Complete the future with the exception, which is raised where the future is waited for, in C++ too.");
   py::class_<RingFuture, PythonFutureWrapper, std::shared_ptr<RingFuture>>(module, "RingFuture")
       .def("then", &RingFuture::then_in_scope, py::arg("callback"))
       .def("add_done_callback", &RingFuture::add_in_scope, py::arg("callback"));

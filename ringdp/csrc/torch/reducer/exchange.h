@@ -37,7 +37,7 @@
 #include <utility>
 
 #include "engine/elastic_group.h"
-#include "engine/group_state.h"
+#include "engine/group_table.h"
 #include "torch/reducer/bucket.h"
 #include "torch/reducer/forwards.h"
 #include "torch/reducer/gradient_compression.h"
