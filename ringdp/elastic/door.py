@@ -120,6 +120,7 @@ class Door:
             new = [self._origin.place_of(ticket) for ticket in waiting]
             with self._held:  # while the members go on in the last one, a newcomer must not turn to another
                 if elastic.view_of(self._group) == view:
+                    self._met = self._ready = None  # nor may they go on in one from which its newcomers turn away now
                     self._board.propose(view, waiting, places + new)
 
     def _count_failure(self, world: World) -> None:

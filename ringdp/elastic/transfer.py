@@ -50,8 +50,8 @@ def send(
         of_lowest: such names of tensors that members may have different, and of which rank 0's count: those of buffers.
 
     Raises:
-        MismatchError: on a newcomer: a tensor has not the bits that the lowest member has; names it and the member that
-            sent it.
+        MismatchError: on a newcomer: a member has another tensor than the lowest one, or one with other bits; names it
+            and who sent it.
     """
     rank, members = group.rank(), group.size() - len(newcomers)
     new = rank in newcomers
@@ -67,6 +67,10 @@ def send(
     if rank == 0:
         described = _describe(state, tensors, names, of_lowest)
     content = _read(bytes(broadcast_bytes(described, 0, group)))
+    unlike = "" if new or rank == 0 else _unlike(names, tensors, content)
+    if _is_unlike(unlike, group, new=new):
+        assert state is not None
+        return dict(state)
     if new:
         tensors = [
             _place_for(name, shape, dtype, into or {})
@@ -105,6 +109,32 @@ def send(
                 tensor.copy_(on_host)
     result: dict[str, Any] = _filled(content["state"], tensors)
     return result
+
+
+def _unlike(names: Sequence[str], tensors: Sequence[Tensor], content: Mapping[str, Any]) -> str:
+    """The first tensor of this member that the lowest one has not; "" where all are alike."""
+    theirs = list(zip(content["names"], content["shapes"], content["dtypes"], strict=True))
+    mine = [(name, list(one.shape), one.dtype) for name, one in zip(names, tensors, strict=True)]
+    if mine == theirs:
+        return ""
+    at = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), None)
+    if at is None:
+        return f"it has {len(mine)} tensors, and rank 0 has {len(theirs)}"
+    shown = [f"{name} {tuple(shape)} of {dtype}" for name, shape, dtype in (mine[at], theirs[at])]
+    return f"it has {shown[0]}, where rank 0 has {shown[1]}"
+
+
+def _is_unlike(mine: str, group: dist.ProcessGroup, *, new: bool) -> bool:
+    """Whether a member has another state than the lowest one; raises MismatchError on a newcomer."""
+    found = False
+    for rank, words in enumerate(all_gather_bytes(mine.encode()[:500], group, room=500)):
+        if words:
+            found = True
+            message = f"rank {rank} cannot send its part of the state: {words.decode(errors='replace')}"
+            if new:
+                raise MismatchError(f"{message}. Only parts that all ranks have alike can be sent", peer=rank)
+            _log.error("a newcomer gets no state: %s", message)
+    return found
 
 
 def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:

@@ -70,6 +70,21 @@ def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) 
     assert made._board.refusal(1) is None
 
 
+def test_nobody_goes_on_in_a_world_from_which_its_newcomers_turn_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
+    monkeypatch.setattr(elastic, "origin", lambda: origin)
+    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
+    monkeypatch.setattr(elastic, "places", lambda of: of.places)
+    made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
+    first = made._board.propose(1, [1, 2], [0, 1, 2, 3])
+    made._met = made._ready = first
+    made._waiting = lambda *_: [1]  # the second one has died
+    made._first_s[1] = 0.0
+    made._propose()
+    assert made._board.latest().number > first.number
+    assert made.ready() is None
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [(Path("x"), "PosixPath"), (lambda: 0, "lambda"), (torch.ones(2), None), ({"a": [1, 2.0, "b", None]}, None)],
