@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ringdp
+from ringdp import config
 from ringdp.ddp.wrapper import RingDP
 from ringdp.errors import InvalidStateError
 from ringdp.integrations.libraries import imported
@@ -67,7 +68,7 @@ def use_ringdp(accelerator: AnyAccelerator, **ringdp_arguments: Any) -> AnyAccel
     otherwise.
 
     Args:
-        accelerator: its attribute ``prepare_model`` is replaced, nothing else is.
+        accelerator: its attribute ``prepare_model`` is replaced, and in an elastic job ``backward``.
         ringdp_arguments: for RingDP's constructor; they go before those of a ``DistributedDataParallelKwargs`` handler.
 
     Raises:
@@ -88,7 +89,17 @@ def use_ringdp(accelerator: AnyAccelerator, **ringdp_arguments: Any) -> AnyAccel
     accelerator.prepare_model = functools.partial(
         _prepare_model, accelerator, accelerator.prepare_model, ringdp_arguments
     )
+    if config.elastic():
+        accelerator.backward = functools.partial(_backward, accelerator.backward)
     return accelerator
+
+
+def _backward(backward: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    """Accelerator.backward of an elastic job, behind which there may be fewer ranks: Accelerate keeps their number."""
+    backward(*arguments, **named)
+    for state in (accelerate.state.PartialState, accelerate.state.AcceleratorState):
+        if state._shared_state.get("num_processes", 0) > dist.get_world_size():
+            state._shared_state |= {"num_processes": dist.get_world_size(), "process_index": dist.get_rank()}
 
 
 def _prepare_model(

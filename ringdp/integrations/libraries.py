@@ -31,9 +31,16 @@ def imported(*names: str, package: str) -> ModuleType:
 
 
 def process_group_backend(strategy: Any) -> str:
-    """Lightning's ``_get_process_group_backend``: the user's choice, else ring, and NCCL beside it on GPUs."""
+    """Lightning's ``_get_process_group_backend``: the user's choice, else ring, and NCCL beside it on GPUs. It is asked
+    before Lightning makes the process group, which it leaves as it is where there is one: that of an elastic job."""
+    import torch.distributed as dist
+
+    import ringdp
+    from ringdp import config
     from ringdp.job.devices import default_backend
 
+    if config.elastic() and not dist.is_initialized():
+        ringdp.init(device=strategy.root_device.type)
     return str(strategy._process_group_backend or default_backend(strategy.root_device.type))
 
 
