@@ -116,7 +116,7 @@ def by_transformers(net: Net, folder: Path) -> list[float]:
         disable_tqdm=True,
         logging_steps=5,
     )
-    rows = [{"x": x, "labels": torch.zeros(1)} for (x,) in data()]
+    rows = [{"x": x, "labels": torch.zeros(1)} for x in data().tensors[0]]
     trainer = RingTrainer(model=Named(), args=arguments, train_dataset=rows)
     trainer.train()
     return [float(trainer.state.epoch or 0)]
