@@ -289,10 +289,26 @@ def ended(folder: str, step: int, place: int) -> None:
     wait_until(lambda: all(path.exists() for path in paths), "the step's end on the other ranks", 15)
 
 
+def sum_of_places(place: int) -> float:
+    """By collectives of the script, of which one writes in place."""
+    total = torch.tensor([float(place)])
+
+    def add() -> list[Tensor]:
+        dist.all_reduce(total)
+        all_totals = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_totals, total)
+        return all_totals
+
+    all_totals = ringdp.elastic.unit(add, writes=[total])
+    assert all(torch.equal(one, total) for one in all_totals)
+    return float(total)
+
+
 EACH_STEP: dict[str, Callable[[Any, int], Any]] = {
     "mean": lambda model, place: ringdp.metrics.mean(float(place)),
     "check_replicas": lambda model, place: model.check_replicas(),
     "monitored_barrier": lambda model, place: ringdp.monitored_barrier(),
+    "unit": lambda model, place: sum_of_places(place),
 }
 
 

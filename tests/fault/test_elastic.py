@@ -137,10 +137,12 @@ def test_a_death_in_a_checkpoint(tmp_path: Path, victim: int, phase: str) -> Non
 @pytest.mark.parametrize("call", list(jobs.EACH_STEP))
 def test_a_death_around_a_call_of_ringdp_that_all_ranks_make(tmp_path: Path, call: str) -> None:
     told = live(tmp_path, 3, Faults().kill(1, 2, "optimizer"), each_step=call, width=8)
-    assert all(one.extra[call] == [1.0 if call == "mean" else None] * 4 for one in told.values())
+    expected: dict[str, list[float]] = {"mean": [1.0] * 4, "unit": [3.0, 3.0, 2.0, 2.0]}
+    assert all(one.extra[call] == expected.get(call, [None] * 4) for one in told.values())
     assert all(one.sizes == [3, 3, 2, 2] for one in told.values())
     (line,) = changes(told)
-    assert f"{call}{'()' * (call != 'mean')} was made again without the part of rank 1" in line
+    named = {"mean": "mean", "unit": "a unit of the script"}.get(call, f"{call}()")
+    assert f"{named} was made again without the part of rank 1" in line
 
 
 @pytest.mark.parametrize("victim", sampled([0, 1, 2], 2))
