@@ -220,8 +220,8 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     if draw.random() < 0.3:
         options["guard"] = draw.choice([2, 3])
     options["gradient_as_bucket_view"] = draw.random() < 0.7
-    if job.get("branches") and chosen != "compression":
-        options["reproducible"] = True  # also where a job that is compared with it has other buckets
+    if job.get("branches"):  # the bits are the same also where a job that is compared with it has other buckets
+        options["reproducible"] = options.get("compression") is not PYTHON["powersgd"]
     return faults, job
 
 
