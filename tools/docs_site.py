@@ -89,7 +89,7 @@ def on_config(config: Any) -> Any:
     if config.repo_url:
         config.edit_uri = "edit/main/docs/"
         config.repo_name = "/".join(config.repo_url.rstrip("/").split("/")[-2:])
-    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "ringdp/__init__.py").read_text(), re.MULTILINE)
+    found = re.search(r'^__version__ = "(.+?)"', (ROOT / "ringdp/__init__.py").read_text(), re.MULTILINE)
     assert found
     config.site_name = f"ringdp {found[1]}"
     return config
