@@ -78,12 +78,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", choices=("own", "roberta"), default="own", help="roberta: needs transformers (default %(default)s)")
-    add("--steps", type=int, default=400, help="steps to train (default %(default)s)")
-    add("--batch-size", type=int, default=32, help="pieces of text per rank and step (default %(default)s)")
-    add("--length", type=int, default=64, help="characters of a piece (default %(default)s)")
+    add("--steps", type=int, default=300, help="steps to train (default %(default)s)")
+    add("--batch-size", type=int, default=64, help="pieces of text per rank and step (default %(default)s)")
+    add("--length", type=int, default=16, help="characters of a piece (default %(default)s)")
     add("--width", type=int, default=64, help="numbers per character inside (default %(default)s)")
     add("--layers", type=int, default=2, help="layers of the encoder (default %(default)s)")
-    add("--lr", type=float, default=3e-3, help="highest learning rate of AdamW (default %(default)s)")
+    add("--lr", type=float, default=5e-3, help="highest learning rate of AdamW (default %(default)s)")
     add("--characters", type=int, default=300_000, help="of text to read, at most (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, order and holes (default %(default)s)")
     return parser.parse_args(arguments)
@@ -128,7 +128,8 @@ class Encoder(nn.Module):
 
 
 def hugging_face(options: argparse.Namespace) -> nn.Module:
-    """RoBERTa of that size with its norms in front, which learns from random weights without a long warm-up."""
+    """RoBERTa of that size with its norms in front; in the steps of the default it learns how frequent characters
+    are, and hardly more."""
     try:
         from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
     except ImportError as error:

@@ -24,7 +24,7 @@ def parse() -> argparse.Namespace:
     add("--warm-up", type=int, default=1, help="steps until the learning rate is reached (default %(default)s)")
     add("--width", type=int, default=8, help="channels of the first stage; ResNet-18 has 64 (default %(default)s)")
     add("--seed", type=int, default=0, help="of the weights and of the order (default %(default)s)")
-    add("--save", default="resnet.pt", help="for the weights (default %(default)s)")
+    add("--save", default="resnet", help="for the weights: a file without its .pt, or a folder (default %(default)s)")
     return parser.parse_args()
 
 
@@ -53,7 +53,7 @@ def main() -> None:
                 found = model(prepared(images).to(device)).argmax(dim=1) == labels.to(device)
                 right += int(found.sum())
         print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {right / len(test):.4f}", flush=True)
-    torch.save(model.state_dict(), options.save)
+    torch.save(model.state_dict(), f"{options.save}.pt")
 
 
 if __name__ == "__main__":

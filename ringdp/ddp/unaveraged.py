@@ -119,8 +119,8 @@ class Unaveraged(Feature):
             _listed([name for name, _, under_no_sync, _ in skipped if not under_no_sync], _PAST_THE_WRAPPER),
         ]
         _log.warning(
-            "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks, so replicas may"
-            " drift apart: %s. Logged once; guard=0 turns it off.",
+            "rank %d: %s.step() applied gradients of RingDP(%s) that were not averaged over the ranks: %s"
+            " (guard=0: no such line)",
             ddp.process_group.rank(),
             type(optimizer).__name__,
             type(ddp.module).__name__,
@@ -140,21 +140,15 @@ def _left_over(ddp: FeaturedDDP) -> list[tuple[str, torch.nn.Parameter, bool, bo
     return found
 
 
-_UNDER_NO_SYNC = (
-    "whose last backward was under no_sync(): run the last micro-batch before each step outside of it (ringdp.LocalSGD"
-    " and ringdp.DiLoCo let ranks step alone)"
-)
-_PAST_THE_WRAPPER = (
-    "whose last backward went through no output of the wrapper's forward: call the wrapper (model(x)), not the module"
-    " inside it (model.module(x), a method of model.module)"
-)
+_UNDER_NO_SYNC = "of a backward under no_sync(): leave it for the last micro-batch"
+_PAST_THE_WRAPPER = "past the wrapper: call model(x), not model.module(x)"
 
 
 def _listed(names: Sequence[str], cause: str) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"those of {count(len(names), 'parameter')} ({', '.join(names[:_MOST_NAMES])}{more}), {cause}"
+    return f"{count(len(names), 'parameter')} ({', '.join(names[:_MOST_NAMES])}{more}) {cause}"
 
 
 def _is_zero(gradient: Any) -> bool:

@@ -136,7 +136,7 @@ def causes_of(window: Window, parts: Split, rank: int, phase: str, bursts: Burst
     if idle and waited >= max(KEPT_OFF, _PARTLY * excess):
         yield Cause(
             "core",
-            f"it used a core for {cpu:.0%} of the time, and for {waited:.0%} other threads had one that it wanted",
+            f"it used a core for {cpu:.0%} of the time, and other threads had it for {waited:.0%}",
             f"end other programs on {host} (top shows them), or lower OMP_NUM_THREADS where ranks share cores",
         )
     if idle:
@@ -152,7 +152,7 @@ def _cause_of_bursts(phase: str, host: str) -> Cause:
     if phase in ("between", "after"):
         return Cause(
             "bursts",
-            "that is a checkpoint, an evaluation or logging that it does alone, or a loader that fills up again",
+            "it writes a checkpoint, evaluates, logs or loads data",
             f"write checkpoints in a thread or less often, share the work among the ranks, or put the files on a faster"
             f" disk of {host}",
         )

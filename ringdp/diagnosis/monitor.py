@@ -223,10 +223,9 @@ class StepMonitor:
         self._logged, self._logged_at = verdict, time.monotonic()
         self._verdict = str(verdict)
         _log.warning(
-            "step %d: %.0f %% of a step (%s of %s) is not computing. %s%s",
+            "step %d: %.0f %% of a step of %s is not computing. %s%s",
             window.step,
             100 * lost,
-            format_time(lost * step),
             format_time(step),
             verdict.text,
             f"\nRemedy: {verdict.remedy}." if verdict.remedy else "",

@@ -51,10 +51,7 @@ def remedy_for_communication(parts: Split, sent: Sent, *, by_network: bool = Tru
     ideas.append((step - exposed / 2, "accumulate gradients over two batches (no_sync)"))
     ideas.sort(key=lambda one: one[0])
     worth = [one for one in ideas if one[0] <= (1 - _WORTH) * step] or ideas[:1]
-    lines = [
-        f"{text}: {format_time(seconds)} instead of {format_time(step)} a step is expected" for seconds, text in worth
-    ]
-    return "; or ".join(lines)
+    return "; or ".join(f"{text}: {format_time(seconds)} a step expected" for seconds, text in worth)
 
 
 def fitted(sent: Sent) -> tuple[AlgorithmCosts, HostLayout]:

@@ -204,7 +204,7 @@ def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, c
         its, others, what = (
             parts.own[rank].sum(),
             others_of(parts.own.sum(1, keepdim=True))[rank, 0],
-            "a step of its own work",
+            "its own work",
         )
     else:
         column = OWN.index(phase)
@@ -212,14 +212,14 @@ def _describe_slow_rank(window: Window, parts: Split, slow: _Slow, phase: str, c
     if cause.name == "bursts" and slow.bursts is not None:
         text = (
             f"{_name(window, rank)} is slow in bursts: {slow.bursts} {PHASES[phase]} takes"
-            f" {format_time(slow.bursts.longer_s)} longer than the others'; {cause.why}."
+            f" {format_time(slow.bursts.longer_s)} longer; {cause.why}."
         )
     else:
         text = (
             f"{_name(window, rank)} is slow: {what} takes {format_time(float(its))},"
             f" the others' {format_time(float(others))}; {cause.why}."
         )
-    text += f" The others wait for it for {slow.loss:.0%} of the step."
+    text += f" The others wait for {slow.loss:.0%} of a step."
     return Verdict("rank", slow.loss, text, cause.remedy, rank=rank, phase=phase, cause=cause.name)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdp.diagnosis.records import OWN_NAMES, earlier
+from ringdp.text import count
 
 _ABOUT = """\
 Give the metrics of one rank to a tracker: its times as ringdp/step_s and so on, and what the script has given to
@@ -51,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     file = args.folder / f"rank_{args.rank:05d}.jsonl"
     lines = _Lines(file)
-    given = 0
+    given = steps = 0
     try:
         while True:
             for step, values in _after(lines.new(), given):
                 write(values, step)
                 given = step
+                steps += 1
             if args.once:
                 break
             time.sleep(args.every)
@@ -67,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
         pass
     finally:
         end()
-    if given == 0:
+    if steps == 0:
         sys.stderr.write(f"python -m ringdp track: {file} has no step\n")
-    return 0 if given else 1
+        return 1
+    sys.stderr.write(f"ringdp: gave {count(steps, 'step')} up to step {given} to {args.to}, as {args.name!r}\n")
+    return 0
 
 
 class _Lines:

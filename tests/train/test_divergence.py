@@ -118,6 +118,7 @@ def a_warning_comes_once_for_each_tensor_and_training_goes_on() -> None:
     for line in warned("warn")[0]:
         assert "parameter '2.weight' on rank 0 differs from that on ranks 1, 2" in line
         assert "It is not compared again" in line
+        assert len(f"ringdp: {line}") <= 2 * 128  # of a console
 
 
 def sync_copies_from_the_majority() -> None:

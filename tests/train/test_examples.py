@@ -50,7 +50,15 @@ QUICK = {
         r"ok     accuracy on 360 other images: 0\.\d{4} ",
     ),
     "masked_lm": (
-        ["--steps=150", "--width=32", "--layers=1", "--characters=60000", "--lr=0.01"],
+        [
+            "--steps=150",
+            "--width=32",
+            "--layers=1",
+            "--characters=60000",
+            "--lr=0.01",
+            "--batch-size=32",
+            "--length=64",
+        ],
         r"own, 2[\d,]+ parameters\n  ok     loss at the end [123]\.\d{3}; right of hidden characters of unseen text:"
         r" 0\.\d{3}, by the most frequent one 0\.\d{3}",
     ),

@@ -14,7 +14,7 @@ from tests.helpers import logged
 from tests.train.harness import backends, default_group, errors_of, on_ranks, run_ranks
 from tests.train.test_forwards import batch, plain, wrapped
 
-UNDER_NO_SYNC, PAST = "no_sync()", "through no output"
+UNDER_NO_SYNC, PAST = "no_sync()", "past the wrapper"
 
 
 def said(how: str, steps: int = 4, **options: Any) -> list[str]:
@@ -102,6 +102,7 @@ def test_each_is_told_once_with_its_reason(how: str, reason: str) -> None:
     for lines in run_ranks(said, how, backend="ring", timeout_s=30):
         assert len(lines) == 1, lines
         assert reason in lines[0]
+        assert len(f"ringdp: {lines[0]}") <= 2 * 128  # of a console
         assert "0.weight" in lines[0]
 
 

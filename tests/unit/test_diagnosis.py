@@ -20,6 +20,7 @@ from ringdp.diagnosis.verdict import Verdict, judge
 from ringdp.diagnosis.window import FIELDS, Stamps, Window
 
 STEPS = 20
+TWO_LINES = 2 * 128  # of a console: no line of the log is longer, apart from hosts' names
 MS = 1e-3
 SENT = Sent(bytes=40 << 20, coded_bytes=40 << 20, buckets=4, on_its_way_s=0.1, per_host=(1, 1, 1))
 
@@ -61,7 +62,11 @@ def usual(**slower: float) -> dict[str, float]:
 
 
 def verdict(made: Window) -> Verdict:
-    return judge(made, split(made), lambda: SENT)
+    found = judge(made, split(made), lambda: SENT)
+    first = "ringdp: step 12345: 100 % of a step of 99.9 ms is not computing. "
+    assert len(first + found.text) <= TWO_LINES, f"{len(first + found.text)}: {found.text}"
+    assert len("ringdp: Remedy: ." + found.remedy) <= TWO_LINES, found.remedy
+    return found
 
 
 QUOTA, CORE, SLEEPS = {"throttled_s": 0.6, "quota_cores": 0.5}, {"ready_s": 0.6}, {"cpu_s": 0.1}

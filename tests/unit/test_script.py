@@ -360,5 +360,5 @@ def test_the_changed_script_trains_on_two_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"epoch 0: loss \d\.\d{4}, accuracy 0\.\d{4}", done.stdout)) == 1
-    (saved,) = Path(tmp_path, "resnet.pt").glob("*.pt")
+    (saved,) = Path(tmp_path, "resnet").glob("*.pt")
     assert "head.weight" in torch.load(saved, weights_only=True)["shared"]

@@ -51,13 +51,16 @@ class Tracker:
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow"])
-def test_each_step_is_given_once_by_the_scripts_names(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_given_once_by_the_scripts_names(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracker = Tracker()
     monkeypatch.setitem(sys.modules, to, tracker)
     written(tmp_path, 1, 2)
     assert main(["track", str(tmp_path), "--to", to, "--name", "digits", "--once"]) == 0
     assert tracker.given == [(1, {"ringdp/step_s": 0.5, "loss": 1.0}), (2, {"ringdp/step_s": 0.5, "loss": 0.5})]
     assert (tracker.name, tracker.ended) == ("digits", 1)
+    assert capsys.readouterr().err == f"ringdp: gave 2 steps up to step 2 to {to}, as 'digits'\n"
 
 
 def test_new_steps_follow_until_it_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

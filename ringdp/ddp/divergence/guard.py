@@ -38,6 +38,7 @@ ADVICE = (
     "Find the code that only some ranks run on it, and start from a checkpoint; or let RingDP copy from the majority"
     " (Guard(on='sync')), or leave out what is meant to differ (Guard(ignore=[…]))"
 )
+_SHORT_ADVICE = "Find what only some ranks did to it; or Guard(on='sync'), or Guard(ignore=[…])"
 
 
 class Comparison:
@@ -146,7 +147,7 @@ class Comparison:
         else:
             self._known_different.update(one.name for one in differences)
             self._replica = None
-            text += f". {ADVICE}. It is not compared again" if differences else ""
+            text += f". {_SHORT_ADVICE}. It is not compared again" if differences else ""
         if rank in concerned:
             _log.warning("%s.", text)
 
@@ -431,9 +432,8 @@ class SameData:
         self._warned = True
         if rank == 0:
             _log.warning(
-                "all %d ranks computed the same gradients, to the bit, in %d steps in a row up to step %d: do they read"
-                " the same data? (guard=0: no such line)\nGive each rank samples of its own, by DistributedSampler or"
-                " ringdp.data.BalancedSampler; of an IterableDataset every world_size-th one, from number rank on.",
+                "all %d ranks computed the same gradients, to the bit, in the %d steps up to %d: do they read the same"
+                " data? ringdp.prepare(loader) or a DistributedSampler gives each rank its own (guard=0: no such line)",
                 len(gathered),
                 self._alike,
                 step,
