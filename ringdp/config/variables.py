@@ -89,6 +89,13 @@ its standard output and error then, where these are files; else 0."""
 ADMITS_MARK = "admits"
 """The file beside a rank's report which says that its script lets newcomers in (`ringdp.elastic.Job`)."""
 
+JOB_START = "ringdp/elastic"
+"""The key, in the store of an elastic job's ranks, of its newest start: the start's number, and how many ranks it had.
+The keys of a start have this, and its number, in front."""
+
+JOB_OVER = "over"
+"""The key of a start which says that the training has ended."""
+
 JOB_STORE = "ringdp/job_store"
 """The key, in the store of the launchers' rendezvous, of the elastic jobs that have met there, by line; with a name of
 these behind it, that of the store of its ranks."""

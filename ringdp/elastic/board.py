@@ -142,7 +142,7 @@ class Board:
 
     def over(self) -> bool:
         """The training has ended."""
-        return self.store.check(["over"])
+        return self.store.check([config.JOB_OVER])
 
     # Members.
 
@@ -184,7 +184,7 @@ class Board:
         self.store.set(f"world/{world.number}/entry", f"{view} {left}")
 
     def end(self) -> None:
-        self.store.set("over", "")
+        self.store.set(config.JOB_OVER, "")
 
     # Both.
 

@@ -14,11 +14,12 @@ from ringdp.compression.description import describe
 from ringdp.compression.exchange import BucketSlice, Coder, Layout, Section, Tally, agree
 from ringdp.compression.exchange.finite import all_finite
 from ringdp.compression.rules import Rules
+from ringdp.errors import PeerLostError
 from ringdp.hooks.average import all_reduce_mean
 from ringdp.hooks.checkpoint import Memory
 from ringdp.hooks.comm_threads import CommThreads
 from ringdp.hooks.exchange_runner import CodecSections, run_exchange
-from ringdp.hooks.futures import Promise, after
+from ringdp.hooks.futures import Promise, after, failed
 from ringdp.hooks.parameters import Parameters
 from ringdp.hooks.rules import HookRules
 from ringdp.job.backend import BACKEND, backend_of
@@ -81,13 +82,17 @@ class CompressedHook:
         """Average one bucket; the future has its buffer.
 
         In an elastic job it is averaged within this call, by operations of the group itself, which belong to the step's
-        unit; a loss is the future's error, and all buckets of the step come again.
+        unit; a loss is the future's error, and all buckets of the step come again. Any other error is raised here and
+        now: a future's would be noticed after the next buckets, of which the others have not heard.
         """
         if is_elastic(self.group):
             from ringdp import _C
 
             with _C.CompleteFutures():  # a future does not know the members
-                return Promise(bucket.buffer().device).keep(lambda: self._average(bucket).wait())
+                try:
+                    return _done(self._average(bucket).wait())
+                except PeerLostError as error:
+                    return failed(error, bucket.buffer().device)
         return self._average(bucket)
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -129,6 +134,7 @@ class CompressedHook:
             buffer.device,
             self.tally,
             self.memory.is_fresh(self._step),
+            raises_alone=is_elastic(self.group),
         )
 
         def average(group: dist.ProcessGroup) -> Tensor:
@@ -173,14 +179,17 @@ class CompressedHook:
             self._step = self.memory.step
             self.memory.step += 1
         self._counts_later = True
+        self._follow_members()
+        self._complete = False
+        self._finite, self._reports = [], []
+        self._loss_scale = 1.0 if self._scale is None else float(self._scale())
+
+    def _follow_members(self) -> None:
         members = self.group.rank(), self.group.size()
         if self._members != members:
             self._contents.clear()
             self.memory.follow(self._members, members)
             self._members = members
-        self._complete = False
-        self._finite, self._reports = [], []
-        self._loss_scale = 1.0 if self._scale is None else float(self._scale())
 
     def _commit_if_finite(self) -> None:
         self.commit(self._complete and self.finite)
@@ -239,6 +248,7 @@ class CompressedHook:
 
     def expect_all(self) -> None:
         """Find the states of all parameters with a name, also of those that never come up."""
+        self._follow_members()  # which may have changed since the last step
         ranks = self.group.size()
         known = []
         for name, parameter in self.parameters.known():

@@ -33,7 +33,6 @@ from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateErro
 _log = logging.getLogger("ringdp.elastic")
 Result = TypeVar("Result")
 _views: dict[str, dict[int, tuple[int, ...]]] = {}  # members of the views of each group, by its name
-_START = "ringdp/elastic"  # the key of the newest start of the job: its number, and how many ranks it had
 _ADMITS = "admits"
 _FIRST_NOTICE_S = 10.0
 _PAUSE_S = 0.02
@@ -61,9 +60,18 @@ class Origin:
         return self.size - 1 + ticket
 
     def keys(self) -> Store:
-        """The keys of this start, over a connection of its own."""
+        """The keys of this start, over a connection of its own.
+
+        Raises:
+            HandshakeError: this process is not a member yet, and the job has ended.
+        """
         store: Any = self.store  # torch's stubs do not have clone
-        return PrefixStore(f"{_START}/{self.start}", store.clone())
+        if self.outside:
+            try:  # torch would try for as long as operations may take
+                socket.create_connection((store.host, store.port), timeout=_LISTENER_S).close()
+            except OSError as error:
+                raise HandshakeError(f"the job ended before this process could join it: {error}") from error
+        return PrefixStore(f"{config.JOB_START}/{self.start}", store.clone())
 
 
 _origin: Origin | None = None
@@ -169,7 +177,7 @@ def begin(store: Store, start: int, size: int, rank: int) -> None:
     global _origin
     _origin = Origin(store, start, size)
     if rank == 0:
-        store.set(_START, f"{start} {size}")
+        store.set(config.JOB_START, f"{start} {size}")
 
 
 def admit(store: Store) -> None:
@@ -192,8 +200,8 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
         while True:
             waited_s = time.monotonic() - asked
             store = _job_store(store, name, where, timeout)
-            if store.check([_START]):
-                start, size = map(int, store.get(_START).split())
+            if store.check([config.JOB_START]):
+                start, size = map(int, store.get(config.JOB_START).split())
                 found = Origin(store, start, size, outside=True)
                 if found.keys().check([_ADMITS]):
                     _origin = found
@@ -240,7 +248,7 @@ def _open(host: str, port: int, timeout: timedelta) -> Store:
 
 def _job_store(store: Store, name: str, where: str, timeout: timedelta) -> Store:
     """That of the ranks, if this one is the launchers' and names it."""
-    if store.check([_START]) or not store.check([config.JOB_STORE]):
+    if store.check([config.JOB_START]) or not store.check([config.JOB_STORE]):
         return store
     names = store.get(config.JOB_STORE).decode().split("\n")
     if name not in names:

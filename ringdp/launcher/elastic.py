@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousStoreInfo
 from torch.distributed.launcher import api
 
-from ringdp.config import ELASTIC_MARK, MEMBER_MARK
+from ringdp.config import ELASTIC_MARK, MEMBER_MARK, joins
 from ringdp.launcher import joining, other_nodes
 from ringdp.launcher.logs import RankLogs
 from ringdp.launcher.notice import Notice
@@ -99,6 +99,8 @@ def report_to(
             self._first_store: Any = None  # of the launchers, since torch's last rendezvous
             self._alone = False  # the launchers of all other nodes are gone
             self._together = False  # the launchers of an elastic job are about to agree on the next start
+            self._guest: joining.Guest | None = None  # this launcher has joined a job that others have begun
+            self._guests: joining.Guests | None = None  # may join the job whose store is here
             self._ranks_store: Any = None  # kept here for the ranks, since the launcher that kept the first one is gone
             agents.append(self)
 
@@ -111,6 +113,9 @@ def report_to(
             if lost is not None and worker_group.group_rank == 0 and worker_group.master_port:
                 address = f"[{worker_group.master_addr}]:{worker_group.master_port}"
                 joining.publish(worker_group.store, worker_group.spec.rdzv_handler.get_run_id(), address)
+                self._guests = joining.Guests(worker_group.master_addr, worker_group.master_port)
+            if self._guest is None and (where := joins()) is not None:
+                self._guest, self._guests = joining.Guest(*where), None
             if (worker_group.group_world_size or 1) > 1:
                 self._others = other_nodes.of(self, elastic=lost is not None, say=elsewhere.say)
             return started
@@ -191,6 +196,8 @@ def report_to(
                 self._others.check_not_passed_over()
                 if self._remaining_restarts > 0 and (again := self._others.again) is not None:
                     return self._start_again(self._others, again.words, ended_well=False)
+            if self._guest is not None and isinstance(context := self._pcontext, SubprocessContext):
+                self._guest.member = any(_is_member(context, local) for local in context.subprocess_handlers)
             if lost is not None and (going_on := self._without_the_dead(worker_group, lost)) is not None:
                 return going_on
             result: RunResult = self._well or super()._monitor_workers(worker_group)
@@ -205,6 +212,9 @@ def report_to(
                     return self._as_others_end(self._others, other_nodes.WELL, result) or result
                 self._well = result
                 return self._as_on_the_other_nodes(self._others, result)
+            if result.state is WorkerState.SUCCEEDED and self._guests is not None and self._guests.go_on():
+                self._well = result
+                return RunResult(state=WorkerState.HEALTHY)
             return result
 
         def _publish_failure(self, result: RunResult) -> None:
@@ -279,29 +289,42 @@ def report_to(
             new = {local: code for local, code in dead.items() if local not in self._dead}
             self._dead.update(new)
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            if new and (running or len(dead) < len(codes) or self._others is not None):
+            members = any(not replaced(one) or _is_member(context, one) for one in running)
+            guests = not members and self._others is None and self._guests is not None and self._guests.go_on()
+            if new and (running or len(dead) < len(codes) or self._others is not None or guests):
                 lost({ranks[local]: _failure(context, local, code) for local, code in new.items()})
-            if running and replacing is not None:
-                self._replace(context, worker_group, replacing, {local: int(code or 0) for local, code in new.items()})
-            if running:
+            let_in = members or guests or self._others is not None or self._guest is not None
+            if replacing is not None and (running or guests or self._guest is not None):
+                deaths = {local: int(code or 0) for local, code in new.items()}
+                self._replace(context, worker_group, replacing, deaths, let_in=let_in)
+                running = [one for one, handler in context.subprocess_handlers.items() if handler.proc.poll() is None]
+            due = replacing is not None and self._guest is not None and replacing.replacements.due()
+            if running or guests or due:
                 return RunResult(state=WorkerState.HEALTHY)
-            well = len(dead) < len(codes)
+            well = len(dead) < len(codes) or (self._guests is not None and self._guests.ended_well())
             good = RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.values()))
             if self._others is not None:
                 return self._as_others_end(self._others, other_nodes.WELL if well else other_nodes.LOST, good)
             return good if well else None
 
         def _replace(
-            self, context: SubprocessContext, worker_group: WorkerGroup, replacing: Replacing, dead: Mapping[int, int]
+            self,
+            context: SubprocessContext,
+            worker_group: WorkerGroup,
+            replacing: Replacing,
+            dead: Mapping[int, int],
+            *,
+            let_in: bool,
         ) -> None:
+            """`let_in`: some rank lives that could."""
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             replacements = replacing.replacements
             for local, code in dead.items():
                 if (why := replacements.note_death(context, local, code)) is not None:
                     replacing.none(ranks[local], why)
             running = [one for one, handler in context.subprocess_handlers.items() if handler.proc.poll() is None]
-            if self._others is None and all(replacements.outside(context, one) for one in running):
-                for one in running:  # nobody is left who could let it in
+            if not let_in:
+                for one in running:
                     context.subprocess_handlers[one].close()
                 return
             started = replacements.start(context)
@@ -333,8 +356,14 @@ def _goes_on(context: SubprocessContext, local_rank: int) -> bool:
 
 def _joins(context: SubprocessContext, local_rank: int) -> bool:
     """Whether its process is a newcomer to a running job, and no member yet."""
-    joins = "RINGDP_JOIN" in context.envs[local_rank] or "RINGDP_JOIN" in os.environ
-    return joins and not beside(context, local_rank, MEMBER_MARK).exists()
+    newcomer = "RINGDP_JOIN" in context.envs[local_rank] or "RINGDP_JOIN" in os.environ
+    return newcomer and not beside(context, local_rank, MEMBER_MARK).exists()
+
+
+def _is_member(context: SubprocessContext, local_rank: int) -> bool:
+    """Whether its process runs, and has become a member of a job that ran before."""
+    process = context.subprocess_handlers[local_rank].proc
+    return process.poll() is None and beside(context, local_rank, MEMBER_MARK).exists()
 
 
 def _failure(context: SubprocessContext, local_rank: int, code: int) -> ProcessFailure:

@@ -1,17 +1,24 @@
-"""Where launchers of hosts that come later find a running elastic job: keys in the store of the rendezvous."""
+"""Launchers of hosts that come later: where they find a running elastic job, by keys in the store of the rendezvous,
+and how they show the launcher that keeps the ranks' store that theirs go on."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ringdp.config import JOB_STORE, read_address
+from ringdp.config import JOB_OVER, JOB_START, JOB_STORE, read_address
 
 _CONNECT_S = 3.0
+_GUESTS = f"{JOB_START}/guests"
+_BEAT_S = 0.5
+_SILENT_S = 10.0
 
 
 def publish(store: Store, run_id: str, address: str) -> None:
@@ -26,15 +33,77 @@ def running(host: str, port: int, run_id: str) -> bool:
     """Whether a job of that name has begun at that rendezvous, and its store answers."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()  # TCPStore would try again for seconds
-        root = TCPStore(host, port, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+        root = _open(host, port)
         key = f"{JOB_STORE}/{run_id}"
         if not root.check([key]):
             return False
-        seconds = timedelta(seconds=_CONNECT_S)
-        TCPStore(*read_address(root.get(key).decode()), None, False, timeout=seconds, wait_for_workers=False)
+        _open(*read_address(root.get(key).decode()))
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
         return False
     return True
+
+
+def _open(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+
+
+class Guest:
+    """Of a launcher that has joined a job: a count in the ranks' store goes on while one of its ranks is a member.
+
+    Attributes:
+        member: one is; set by the agent's loop.
+    """
+
+    def __init__(self, host: str, port: int, name: str) -> None:
+        self.member = False
+        self._where = host, port, name
+        threading.Thread(target=self._run, name="ringdp-guest", daemon=True).start()
+
+    def _run(self) -> None:
+        host, port, name = self._where
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
+            store = _open(host, port)
+            names = store.get(JOB_STORE).decode().split("\n") if store.check([JOB_STORE]) else []
+            if names:
+                store = _open(*read_address(store.get(f"{JOB_STORE}/{name or names[0]}").decode()))
+            store.add(_GUESTS, 1)  # one may be a member before the agent's loop has seen it
+            while True:
+                time.sleep(_BEAT_S)
+                if self.member:
+                    store.add(_GUESTS, 1)
+
+
+class Guests:
+    """Of the launcher that keeps the ranks' store: whether ranks of launchers that have joined the job are members of
+    it. Used by the agent's loop alone."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._where = host, port
+        self._store: TCPStore | None = None
+        self._seen = 0, 0.0  # their count, and when it was found to have gone on
+
+    def go_on(self) -> bool:
+        """A guest that is silent for 10 s is gone."""
+        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+            if self._store is None:
+                self._store = _open(*self._where)
+            count, now_s = self._store.add(_GUESTS, 0), time.monotonic()
+            if count != self._seen[0]:
+                self._seen = count, now_s
+            return count > 0 and now_s - self._seen[1] < _SILENT_S and not _is_over(self._store)
+        return False
+
+    def ended_well(self) -> bool:
+        """The training has, on whatever ranks."""
+        return self._store is not None and _is_over(self._store)
+
+
+def _is_over(store: Store) -> bool:
+    """Whether the job with this store says that its training has ended."""
+    if not store.check([JOB_START]):
+        return False
+    number = store.get(JOB_START).decode().split()[0]
+    return store.check([f"{JOB_START}/{number}/{JOB_OVER}"])
 
 
 def _root(store: Any) -> Store:

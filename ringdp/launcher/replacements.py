@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from ringdp.config import ADMITS_MARK, MEMBER_MARK
+from ringdp.config import ADMITS_MARK
 from ringdp.launcher.logs import RankLogs
 
 PERIOD_S = 600.0
@@ -84,9 +84,9 @@ class Replacements:
             _start(context, started[local_rank])
         return started
 
-    def outside(self, context: SubprocessContext, local_rank: int) -> bool:
-        """A replacement that is no member of the job yet."""
-        return self.replaced(local_rank) and not beside(context, local_rank, MEMBER_MARK).exists()
+    def due(self) -> bool:
+        """One is to be started, now or later."""
+        return any(slot.due_s is not None for slot in self._slots.values())
 
 
 def beside(context: SubprocessContext, local_rank: int, name: str) -> Path:

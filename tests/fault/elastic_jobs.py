@@ -307,6 +307,7 @@ def sum_of_places(place: int) -> float:
 EACH_STEP: dict[str, Callable[[Any, int], Any]] = {
     "mean": lambda model, place: ringdp.metrics.mean(float(place)),
     "check_replicas": lambda model, place: model.check_replicas(),
+    "mean and state": lambda model, place: (ringdp.metrics.mean(float(place)), model.compression_state_dict())[0],
     "monitored_barrier": lambda model, place: ringdp.monitored_barrier(),
     "unit": lambda model, place: sum_of_places(place),
 }

@@ -60,6 +60,14 @@ def test_compressors_in_python(tmp_path: Path, name: str, phase: str) -> None:
     compare(tmp_path, 3, Faults().kill(1, 1, phase), options={"compression": PYTHON[name], "reproducible": False})
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["topk", "qsgd"])
+def test_a_state_that_is_saved_between_a_loss_and_the_next_step(tmp_path: Path, name: str, world: int) -> None:
+    """The loss is noticed in the mean of a metric."""
+    options = {"compression": PYTHON[name], "reproducible": False}
+    compare(tmp_path, world, Faults().kill(world - 1, 1, "optimizer"), options=options, each_step="mean and state")
+
+
 @pytest.mark.parametrize("phase", sampled(list(PHASES), 2))
 @pytest.mark.parametrize("action", ["raise", "sync"])
 def test_a_guard(tmp_path: Path, phase: str, action: str) -> None:

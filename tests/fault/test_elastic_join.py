@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ringdp.errors import HandshakeError
+from ringdp.job import elastic
 from tests.fault import elastic_join_jobs as jobs
 from tests.fault.elastic_join_jobs import Jobs
 from tests.train.harness import ring_is_built, run_ranks
@@ -352,6 +355,18 @@ def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs]) -> No
     )
     job.check_each_sample_once()
     run_scripted(job)
+
+
+def test_a_newcomer_learns_at_once_that_the_job_has_ended() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    origin = elastic.Origin(store, 0, 1, outside=True)
+    origin.keys()
+    del server
+    began = time.monotonic()
+    with pytest.raises(HandshakeError, match="the job ended before this process could join it"):
+        origin.keys()
+    assert time.monotonic() - began < 10.0
 
 
 # For hours.

@@ -166,6 +166,25 @@ def test_a_rank_that_raises_while_its_buckets_are_in_flight_is_lost_to_the_other
     assert said == ["place 0 is rank 0 of 2", "place 2 is rank 1 of 2"]
 
 
+def test_a_rank_whose_compressor_raises_is_lost_to_the_others(tmp_path: Path, jobs: list[Job]) -> None:
+    """Its next bucket is not sent in place of the one that has failed."""
+    text = textwrap.dedent(IN_BACKWARD).replace("model.module[0].weight.register_hook(refuse)", "pass")
+    compressor = """
+        class Raises(ringdp.compression.TopK):
+            def compress_with_residual(self, x, residual, info, room=None):
+                if place == 1 and step == 3:
+                    refuse(x)
+                return super().compress_with_residual(x, residual, info, room)
+    """
+    head, training = text.split("torch.manual_seed(1)")
+    text = head + textwrap.dedent(compressor) + "torch.manual_seed(1)" + training
+    text = text.replace("Linear(64, 6000))", "Linear(64, 6000)), bucket_cap_mb=0.001, compression=Raises(0.1)")
+    job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, text))
+    assert job.process.returncode == 0, job.err
+    words = r"rank 1 \(host .*\) was lost .*a gradient of another size.*step 4 was made again"
+    assert len(re.findall(words, job.err)) == 2, job.err
+
+
 AS_A_PATH = """
     import json, os, signal, sys, traceback
     from pathlib import Path

@@ -134,6 +134,44 @@ def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> No
     assert len(ends(first)) == 1
 
 
+APART = """
+            if os.path.exists(sys.argv[-1]) and not open(sys.argv[-1]).read():
+                open(sys.argv[-1], "w").write("done")
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("replacements", ["3", "0"])
+def test_a_launcher_whose_last_rank_dies_stays_for_those_of_others(
+    tmp_path: Path, jobs: list[Job], replacements: str
+) -> None:
+    """It keeps their store; its rank is replaced, and so is the only one of the launcher that has joined."""
+    text = TRAIN.replace("        for x, y in loader:\n", "        for x, y in loader:" + APART, 1)
+    text = text.replace("float(not first or (job.step > 200", f"float(os.path.exists('{tmp_path}/finish') or (False")
+    program, endpoint = script(tmp_path, text), f"127.0.0.1:{free_port()}"
+    launched: list[Job] = []
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements"]
+    meeting = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    for name, options in (("first", meeting), ("second", ["--join", endpoint])):
+        (tmp_path / name).mkdir()
+        if launched:
+            wait_until(lambda: joining.running("127.0.0.1", int(endpoint.rpartition(":")[2]), "none"), "the job")
+        launched.append(run(jobs, tmp_path / name, *options, *common, replacements, program, tmp_path / f"kill-{name}"))
+    first, second = launched
+    wait_until(lambda: "joined as rank 1 of 2" in second.err, "the second rank", 30)
+    (tmp_path / "kill-first").touch()
+    wait_until(lambda: "was killed by SIGKILL" in first.err, "the end of the first rank", 30)
+    if replacements != "0":
+        wait_until(lambda: "joined as rank 1 of 2" in first.err, "its replacement", 30)
+        (tmp_path / "kill-second").touch()
+        wait_until(lambda: second.err.count("joined as rank 1 of 2") == 2, "the replacement of the second", 30)
+    (tmp_path / "finish").touch()
+    for job in launched:
+        assert job.wait(30) == 0, job.err
+
+
 STOPS = """
     import os, signal
     from ringdp.elastic import transfer

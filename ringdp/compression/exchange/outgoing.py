@@ -56,6 +56,8 @@ class Outgoing:
             self._payloads[part] = payloads
             self._forms[part] = [forms_of(payload) for payload in payloads]
         except BaseException as error:  # sent to all ranks, which then raise together
+            if self._coder.raises_alone:
+                raise
             self.error = error
 
     @property

@@ -85,6 +85,8 @@ class _Talk:
                 error = InvalidArgumentError(_differs(sections[0], number, None, promised))
             except BaseException as caught:  # sent to all ranks, which then raise together
                 error = caught
+            if error is not None and self._coder.raises_alone:
+                raise error
             if error is not None or tensors is None:
                 zeros = [torch.zeros(form.shape, dtype=form.dtype, device=self._plan.device) for form in forms]
                 tensors = zeros[0] if gathers else zeros

@@ -114,6 +114,7 @@ class Coder:
         loss_scale: the loss scale that the gradients carry.
         tally: counts what sparse codes send, where there is one.
         loaded: this rank's states are a checkpoint's: all ranks compare the steps they are at.
+        raises_alone: an error of this rank while it encodes is not sent to the others, which go on without the rank.
     """
 
     states: States
@@ -124,6 +125,7 @@ class Coder:
     device: torch.device = _CPU
     tally: Tally | None = None
     loaded: bool = False
+    raises_alone: bool = False
 
     def encode(self, section: Section, x: Tensor, phase: Phase, part: int) -> Payload:
         """The payload for `x` plus error feedback's residual; the new states of both are pending in `states`.
