@@ -503,8 +503,8 @@ LAUNCHER = [
     in_python(
         "a stopped rank is never ended",
         "launcher/stopped.py",
-        "if seconds >= self._limit_s and pid not in self._ended:",
-        "if seconds >= 2 * self._limit_s + 60 and pid not in self._ended:",
+        "if seconds >= limit_s and pid not in self._ended:",
+        "if seconds >= 2 * limit_s + 60 and pid not in self._ended:",
         "tests/unit/test_stopped_ranks.py",
         "tests/fault/test_elastic_launch.py",
     ),

@@ -516,7 +516,7 @@ def test_importing_torch_alone_registers_ring(installed: str) -> None:
         import sys, torch
         assert torch.distributed.Backend.RING == "ring"
         loaded = {name for name in sys.modules if name.startswith("ringdp.")}
-        names = {"_autoload", "_early", "errors", "job", "job.backend", "stories"}
+        names = {"_autoload", "_build_info", "_early", "errors", "job", "job.backend", "stories"}
         assert loaded == {f"ringdp.{name}" for name in names}
         """,
         PYTHONPATH=installed,

@@ -46,8 +46,9 @@ def of_build(names: Mapping[str, object], inside: str = "") -> Iterator[tuple[st
 
 
 def counts(name: str, value: object) -> bool:
-    """A constructor or what makes it callable: others are Python's own, or pybind11's."""
-    return name in ("__init__", "__call__") and (inspect.getdoc(value) or "").startswith(f"{name}(")
+    """A constructor, what makes it callable, or a block: others are Python's own, or pybind11's."""
+    counted = name in ("__init__", "__call__", "__enter__", "__exit__")
+    return counted and (inspect.getdoc(value) or "").startswith(f"{name}(")
 
 
 def arguments_of(doc: str) -> str:
