@@ -32,7 +32,7 @@ def averages_elements(hook: Callable[..., Any]) -> bool:
 
 def is_repeatable(hook: Callable[..., Any]) -> bool:
     """Whether a step that is made again may call it again: it keeps nothing, or nothing but its state."""
-    known = any(hook is one for one in ELEMENTWISE_HOOKS) or getattr(hook, "__module__", "") == _POWER_SGD
+    known = hook in ELEMENTWISE_HOOKS or getattr(hook, "__module__", "") == _POWER_SGD
     return known or bool(getattr(hook, "repeatable", False))
 
 

@@ -30,6 +30,7 @@ _log = logging.getLogger("ringdp.elastic")
 _SMALL = 1 << 16  # bytes; tensors below travel together
 _LARGE = 4 << 20
 _TAG = 7001
+_WORDS = 500  # bytes
 _MARK = "ringdp: tensor"
 
 
@@ -126,15 +127,13 @@ def _unlike(names: Sequence[str], tensors: Sequence[Tensor], content: Mapping[st
 
 def _is_unlike(mine: str, group: dist.ProcessGroup, *, new: bool) -> bool:
     """Whether a member has another state than the lowest one; raises MismatchError on a newcomer."""
-    found = False
-    for rank, words in enumerate(all_gather_bytes(mine.encode()[:500], group, room=500)):
-        if words:
-            found = True
-            message = f"rank {rank} cannot send its part of the state: {words.decode(errors='replace')}"
-            if new:
-                raise MismatchError(f"{message}. Only parts that all ranks have alike can be sent", peer=rank)
-            _log.error("a newcomer gets no state: %s", message)
-    return found
+    found = _said(mine, group)
+    for rank, words in found.items():
+        message = f"rank {rank} cannot send its part of the state: {words}"
+        if new:
+            raise MismatchError(f"{message}. Only parts that all ranks have alike can be sent", peer=rank)
+        _log.error("a newcomer gets no state: %s", message)
+    return bool(found)
 
 
 def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
@@ -246,13 +245,17 @@ def _difference(
 
 def _tell(wrong: str, group: dist.ProcessGroup) -> None:
     """Raises MismatchError where something is wrong; the other ranks log it."""
-    for rank, words in enumerate(all_gather_bytes(wrong.encode()[:500], group, room=500)):
-        if not words:
-            continue
+    for rank, words in _said(wrong, group).items():
         if rank == group.rank():
             raise MismatchError(
-                f"the state that rank {rank} got is not that of rank 0: {words.decode(errors='replace')}. The replicas"
-                " of the job differ, or a connection changed bytes (RINGDP_CHECKSUM=1 tells)",
+                f"the state that rank {rank} got is not that of rank 0: {words}. The replicas of the job differ, or a"
+                " connection changed bytes (RINGDP_CHECKSUM=1 tells)",
                 peer=rank,
             )
-        _log.error("the state that rank %d got is not that of rank 0: %s", rank, words.decode(errors="replace"))
+        _log.error("the state that rank %d got is not that of rank 0: %s", rank, words)
+
+
+def _said(words: str, group: dist.ProcessGroup) -> dict[int, str]:
+    """By rank, the words of those that have some. On all ranks."""
+    gathered = all_gather_bytes(words.encode()[:_WORDS], group, room=_WORDS)
+    return {rank: said.decode(errors="replace") for rank, said in enumerate(gathered) if said}

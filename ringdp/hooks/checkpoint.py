@@ -35,6 +35,7 @@ class Memory:
 
     Attributes:
         step: backwards that synchronised.
+        members: this rank's number and the number of ranks when `follow` was called last; of none before that.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Memory:
         self.step: int = 0
         self._fresh = False  # a checkpoint was loaded, and no bucket was exchanged since
         self._compared_in: int | None = None
+        self.members: tuple[int, int] = (0, 0)
         self._known: dict[str, tuple[Section, Tensor]] = {}
         self._waiting: dict[str, saved.Saved] = {}  # entries
         self._consolidated = False  # what waits
@@ -128,15 +130,20 @@ class Memory:
             else torch.zeros((), dtype=torch.float32, device="cpu")
         )
 
-    def follow(self, before: tuple[int, int], now: tuple[int, int]) -> None:
-        """The group has other members (elastic jobs); each pair is this rank's number and the number of ranks. What a
-        rank's gradients lack stays with it; the means have other owners now. Other states of parts, and those of
-        differences to what the lost ranks had sent, begin anew."""
+    def follow(self, group: dist.ProcessGroup) -> bool:
+        """Whether the group has other members than at the last call (elastic jobs). What a rank's gradients lack stays
+        with it; the means have other owners now. Other states of parts, and those of differences to what the lost ranks
+        had sent, begin anew."""
+        before, now = self.members, (group.rank(), group.size())
+        if before == now:
+            return False
+        self.members = now
         for name, (section, parameter) in self._known.items() if before[1] else ():
             following = section.with_ranks(now[1])
             held = saved.save(section, self.states.of(name))
             self._known[name] = following, parameter
             self.states.put(name, saved.load(following, saved.carry(section, following, held, before, now), now[0]))
+        return True
 
     def keep_only(self, names: Container[str]) -> None:
         """Forget all other parameters."""

@@ -60,7 +60,6 @@ class CompressedHook:
         self._comm_threads: CommThreads | None = None
         self._stream: torch.cuda.Stream | None = None
         self._contents: dict[tuple[int, ...], _Content] = {}
-        self._members = (0, 0)  # this rank's number and the number of ranks in the last step
         self.memory: Memory = Memory()
         self.tally: Tally = Tally()
         self._last_index = -1
@@ -185,11 +184,8 @@ class CompressedHook:
         self._loss_scale = 1.0 if self._scale is None else float(self._scale())
 
     def _follow_members(self) -> None:
-        members = self.group.rank(), self.group.size()
-        if self._members != members:
+        if self.memory.follow(self.group):
             self._contents.clear()
-            self.memory.follow(self._members, members)
-            self._members = members
 
     def _commit_if_finite(self) -> None:
         self.commit(self._complete and self.finite)

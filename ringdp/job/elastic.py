@@ -203,7 +203,7 @@ def find_job(host: str, port: int, name: str, timeout: timedelta) -> None:
             if store.check([config.JOB_START]):
                 start, size = map(int, store.get(config.JOB_START).split())
                 found = Origin(store, start, size, outside=True)
-                if found.keys().check([_ADMITS]):
+                if PrefixStore(f"{config.JOB_START}/{start}", store).check([_ADMITS]):
                     _origin = found
                     return
             if waited_s > timeout.total_seconds():

@@ -81,7 +81,6 @@ class CompressedPushes:
         self.compressor = compressor
         self._rules = Rules(compressor)
         self._group = group
-        self._members = group.rank(), group.size()
         self._finite = True
         self.memory = Memory()
         self._contents: dict[tuple[str, ...], _Content] = {}
@@ -89,7 +88,7 @@ class CompressedPushes:
     @property
     def ranks(self) -> int:
         """Those whose inputs are in the last mean."""
-        return self._members[1]
+        return self.memory.members[1]
 
     def describe(self) -> str:
         return describe(self.compressor)
@@ -110,10 +109,11 @@ class CompressedPushes:
         numels = [key.numel for key in keys]
         bucket = torch.cat([it.float() for it in inputs])
         self.memory.states.commit(False)
-        self._follow()
+        if self.memory.follow(self._group):
+            self._contents.clear()
         self.know(keys)
         self._finite = True
-        rank, ranks = self._members
+        rank, ranks = self.memory.members
         if ranks == 1:
             return list(bucket.split(numels))
         content, memory = self._content(keys, numels, bucket), self.memory
@@ -130,14 +130,6 @@ class CompressedPushes:
         """The last `average` counts; where a mean was not finite its states are dropped."""
         self.memory.states.commit(self._finite)
         self.memory.step += 1
-
-    def _follow(self) -> None:
-        """The group of an elastic job may have other members than in the last call."""
-        members = self._group.rank(), self._group.size()
-        if members != self._members:
-            self._contents.clear()
-            self.memory.follow(self._members, members)
-            self._members = members
 
     def _content(self, keys: Sequence[Key], numels: Sequence[int], bucket: Tensor) -> _Content:
         names = tuple(key.name for key in keys)

@@ -281,7 +281,7 @@ def report_to(
                 return None  # none of them has met the others, which may wait for them
             if stopped is not None:
                 pids = [context.subprocess_handlers[local].proc.pid for local in running]
-                others = self._others is not None or "RINGDP_JOIN" in os.environ
+                others = self._others is not None or self._guest is not None
                 newcomers = [context.subprocess_handlers[one].proc.pid for one in running if _joins(context, one)]
                 stopped.look(pids, others=others, newcomers=newcomers)
             if not dead:

@@ -72,14 +72,17 @@ def restarting(reports: list[FailureReport], *, host: str, attempt: int, logs_ke
     """The reason of a restart, in one line: the rank to blame, its failure, its log."""
     first = reports[0]
     what = f"attempt {attempt}: {first.verdict(host)}"
-    log = _log_of(first, kept=logs_kept)
-    return _cut(what + (f"; log: {log}" if log else ""))
+    return _with_log(what, first, kept=logs_kept)
 
 
 def lost(report: FailureReport, *, host: str, logs_kept: bool) -> str:
     """The line for a rank without which the others go on (--elastic): its cause of death, and its log."""
     what = f"ringrun: {report.verdict(host)}; the other ranks go on without it"
-    log = _log_of(report, kept=logs_kept)
+    return _with_log(what, report, kept=logs_kept)
+
+
+def _with_log(what: str, report: FailureReport, *, kept: bool) -> str:
+    log = _log_of(report, kept=kept)
     return _cut(what + (f"; log: {log}" if log else ""))
 
 

@@ -111,8 +111,8 @@ def _site(group: dist.ProcessGroup, inside: dist.ProcessGroup) -> set[int]:
 def check_group(who: str, settings: Settings, group: dist.ProcessGroup, inside: dist.ProcessGroup | None) -> None:
     """Raises InvalidArgumentError where the group cannot carry codes, or has some of the ranks of `inside` beside this
     one, but not all."""
-    if inside is not None and 1 < len(_site(group, inside)) < inside.size():
-        missing = sorted(set(dist.get_process_group_ranks(inside)) - _site(group, inside))
+    if inside is not None and 1 < len(here := _site(group, inside)) < inside.size():
+        missing = sorted(set(dist.get_process_group_ranks(inside)) - here)
         raise InvalidArgumentError(
             f"{who}: process_group has some of the ranks that the model's RingDP keeps in step, but not"
             f" {', '.join(map(str, missing))}: give it all of them, or one"
