@@ -55,6 +55,9 @@ FEATURES = {
     "backend": "the backend {name}",
     "ddp_hook": "ddp_hook or simulate",
     "warmup_steps": "warmup_steps of a Compression",
+    "job": "ringdp.elastic.Job",
+    "sites": "a DiLoCo whose model is in a RingDP over several ranks",
+    "unequal rounds": "rounds by time (unequal=True)",
     "redirects": "--redirects, --tee or --local-ranks-filter",
     "console": "--console",
 }
@@ -82,6 +85,8 @@ TABLE = (
         "in a step only the model's group goes on without a lost rank, on ring and the CPU",
         "make the model's group on ring, and give the hook none",
     ),
+    Row("job", "sites", "a newcomer is a site of its own", "give DiLoCo a plain module, with one rank a site"),
+    Row("job", "unequal rounds", "there is no step before which all ranks could let others in", "use rounds by steps"),
     Row("console", "redirects", "both say where output goes", "leave out one of them"),
     Row("reproducible", "backend", "only the backend ring adds in rank order", "make a group on ring"),
     Row("reproducible", "auto", "it chooses by measured speeds", "name a compressor"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from itertools import accumulate
 from math import fsum
-from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -21,9 +19,10 @@ from ringdp.data.plans import Drawn, Plan, Plans
 from ringdp.data.settings import Limits, Settings
 from ringdp.data.speed import SpeedModel
 from ringdp.data.split import split
+from ringdp.data.watched import Watched, WatchedRounds, WatchedSteps
 from ringdp.errors import InvalidArgumentError, InvalidStateError
 from ringdp.job.byte_collectives import alone, require_member
-from ringdp.job.elastic import is_elastic, places, view_of
+from ringdp.job.elastic import is_elastic, places
 from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.data")
@@ -102,7 +101,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._plans = Plans(Plan(self._settings.paces, self._settings.limits, ranks))
         self._agreement = Agreement(self._settings, self._plans, self._group)
         self._speed = SpeedModel()
-        self._watched: _Watched | None = None
+        self._watched: Watched | None = None
         self._lock = threading.RLock()
         # Batches are counted over all epochs: batch p of epoch e is e * len(self) + p.
         self._start = 0  # of the pass that is drawn
@@ -136,7 +135,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             otherwise = "" if self._elastic else ", or give balance='equal'"
             raise InvalidStateError(
                 f"rank {self._rank}: BalancedSampler does not know which batches are trained, and how fast: call"
-                f" sampler.watch(model) with the RingDP before the first batch is drawn{otherwise}"
+                f" sampler.watch(model) with the RingDP or DiLoCo before the first batch is drawn{otherwise}"
             )
         while index < self._end(epoch):
             yield self._draw(index)
@@ -150,14 +149,24 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         ended = self._next if self._trained_is_known else self._end(self.epoch)
         continues = self._drawn_all and self._epochs.at(ended)[1] == 0 and ended > self._start
         if not continues:
-            self._next = self._committed
+            self._give_back(self._made())
             self._drawn.clear()
             self._drawn_checksum = self._checksum
         elif not self._trained_is_known:
             self._next = self._committed = ended
             self._drawn.clear()
-        self._start = ended if continues else self._committed
+        self._start = ended if continues else self._next
         self._drawn_all = False
+
+    def _made(self) -> int:
+        """Batches that the model's parameters have; those of a round that has not ended are not committed."""
+        return self._committed if self._watched is None else self._watched.made(self._next, self._committed)
+
+    def _give_back(self, made: int) -> None:
+        """Later batches are taken again."""
+        self._next = made
+        if self._watched is not None:
+            self._watched.give_back(made - self._committed)
 
     def _draw(self, index: int) -> list[int]:
         with self._lock:
@@ -209,18 +218,26 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
 
         The time of a step is this rank's own, from the beginning of the forward to the last gradient of the backward
         that synchronises: its waits for other ranks do not count. Each forward that records gradients takes a
-        batch; those under `no_sync` are trained when a backward synchronises.
+        batch; those under `no_sync` are trained when a backward synchronises. Of a DiLoCo batches are trained when the
+        round of their step counts, and no times are measured.
 
         Args:
-            model: the RingDP, on the same ranks.
+            model: the RingDP or DiLoCo, on the same ranks.
             forwards: how many forwards each batch takes.
 
         Raises:
-            InvalidArgumentError: not a RingDP, or one on other ranks.
+            InvalidArgumentError: neither of them, one on other ranks, or a DiLoCo with ``balance="speed"``.
         """
-        if not hasattr(model, "_before_forward"):
-            raise InvalidArgumentError(f"BalancedSampler.watch needs a ringdp.RingDP, not a {type(model).__name__}")
+        rounds = hasattr(model, "counted")
+        if not rounds and not hasattr(model, "_before_forward"):
+            raise InvalidArgumentError(
+                f"BalancedSampler.watch needs a ringdp.RingDP or a ringdp.DiLoCo, not a {type(model).__name__}"
+            )
         values.whole("BalancedSampler.watch", "forwards", forwards, 1)
+        if rounds and self._settings.by_speed:
+            raise InvalidArgumentError(
+                "balance='speed' measures the steps of a RingDP: give balance='equal', or a number for each rank"
+            )
         if self._settings.by_speed and model.device_type != "cpu":
             raise InvalidArgumentError(
                 f"the model is on {model.device_type}, whose time BalancedSampler cannot measure: give balance= a"
@@ -237,9 +254,11 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         with self._lock:
             if self._watched is not None:
                 self._watched.remove()
-            self._watched = _Watched(model, self._before_forward, forwards)
+            kind: type[WatchedRounds | WatchedSteps] = WatchedRounds if rounds else WatchedSteps
+            self._watched = kind(model, self._before_forward, forwards)
             self._trained_is_known = True
-        if self._rank == 0 and self._settings.ranks > 1 and getattr(model, "_weight", None) is None:
+        unequal = not rounds and self._settings.ranks > 1 and getattr(model, "_weight", None) is None
+        if self._rank == 0 and unequal:
             _log.warning(
                 "RingDP counts all ranks the same and their batches are unequal: make it with weight='samples', or"
                 " weigh the ranks' losses by hand"
@@ -307,7 +326,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 raise InvalidArgumentError(f"{batches} batches cannot be trained of {len(self._drawn)} that were drawn")
             self._trained_is_known = True
             self._next += batches
-            self._commit()
+            self._commit(self._next)
 
     def _before_forward(self) -> None:
         """In each forward of the watched model that records gradients."""
@@ -329,8 +348,9 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
     def _settle(self) -> None:
         """Take over the results of backwards since the last call."""
         watched = self._watched
-        if watched is None or not watched.step_ended() or not (watched.batch_done or self._repeats):
+        if watched is None or not watched.step_ended(self._repeats):
             return
+        trained = watched.trained(self._next)
         drawn = self._drawn.get(self._next - 1)
         seconds = None if self._repeats else watched.seconds()
         if self._repeats:
@@ -341,16 +361,17 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
                 self._speed.split_changed()
                 watched.plan = drawn.plan
             self._speed.add(drawn.work, seconds)
-        self._commit()
+        self._commit(trained)
 
-    def _commit(self) -> None:
+    def _commit(self, end: int) -> None:
+        """Batches up to that one are trained."""
         if self._elastic and self._watched is not None and (gone := self._gone(self._watched.members())):
-            for index in range(self._committed, self._next):
+            for index in range(self._committed, end):
                 self._untrained[index] = self._samples_of(gone, index)
-        for index in range(self._committed, self._next):
+        for index in range(self._committed, end):
             drawn = self._drawn.pop(index, None)
             self._checksum = self._checksum if drawn is None else drawn.checksum
-        self._committed = self._next
+        self._committed = max(end, self._committed)
 
     # In elastic jobs. What lost ranks had of a batch that was drawn comes in batches behind the others of its epoch.
 
@@ -418,7 +439,7 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         """
         with self._lock:
             self._settle()
-            epoch, position = self._epochs.at(self._committed)
+            epoch, position = self._epochs.at(self._made())
             left_over = [*self._epochs.left_over(epoch)]
             for index, samples in self._untrained.items():
                 left_over += samples if self._epochs.at(index)[0] == epoch else []
@@ -445,94 +466,11 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
         self._untrained.clear()
         if self._elastic:  # no plan with lost ranks counts any more
             self._plans.forget()
-        self._start = self._next = self._committed = self._epochs.first(epoch) + position
+        self._start = self._committed = self._epochs.first(epoch) + position
+        self._give_back(self._committed)
         self._drawn.clear()
         self._drawn_checksum = self._checksum
         self._drawn_all = False
-
-
-class _Watched:
-    """A RingDP whose steps are measured."""
-
-    def __init__(self, model: Any, listener: Callable[[], None], forwards: int) -> None:
-        # Weak: the model keeps the sampler. In a circle they would be freed at any time, also in a worker's process.
-        self._model: weakref.ref[Any] = weakref.ref(model)
-        self._listener = listener
-        self._forwards = forwards
-        self._forward = 0
-        self._began_ns = 0
-        self._finished_ns = self._times()["finished_ns"]
-        self.steps = 0
-        self.plan = 0
-        self._first_view = view_of(model.process_group)
-        model._before_forward.append(listener)
-
-    def _times(self) -> Mapping[str, int]:
-        """Of the last backward that synchronised; of none where the model is gone."""
-        model = self._model()
-        return {"finished_ns": self._finished_ns, "computed_ns": 0} if model is None else model.reducer.report.times()
-
-    def members(self) -> tuple[int, ...] | None:
-        """The places of the ranks that have made the last step; None before there is one."""
-        model = self._model()
-        if model is None or (view := model.reducer.view()) < self._first_view or view == 0:
-            return None
-        return places(model.process_group, view)
-
-    def remove(self) -> None:
-        model = self._model()
-        if model is not None:
-            model._before_forward.remove(self._listener)
-
-    @property
-    def begins_batch(self) -> bool:
-        """Whether the forward that begins is the first one of its batch."""
-        return (self._forward - 1) % self._forwards == 0
-
-    @property
-    def batch_done(self) -> bool:
-        """Whether the last forward was the last one of its batch."""
-        return self._forward % self._forwards == 0
-
-    def forward_begins(self) -> None:
-        self._forward += 1
-        if self.begins_batch:
-            self._began_ns = monotonic_ns()
-
-    def count_nothing(self) -> None:
-        """In the forward that begins, where the ranks have weights."""
-        model = self._model()
-        if model is not None and "weight" in model.ringdp_features.settings():
-            model.set_weight(0.0)
-
-    def repeat_batch(self) -> None:
-        model = self._model()
-        if model is not None:
-            model._repeat_batch()
-
-    def batch_ends(self) -> None:
-        """Whatever forwards it has taken."""
-        self._forward = -(-self._forward // self._forwards) * self._forwards
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a forward has begun, and no backward synchronised since."""
-        return self._began_ns > 0 and self._times()["finished_ns"] == self._finished_ns
-
-    def step_ended(self) -> bool:
-        """Whether a backward has synchronised since the last call."""
-        finished_ns = self._times()["finished_ns"]
-        if finished_ns == self._finished_ns:
-            return False
-        self._finished_ns = finished_ns
-        self.steps += 1
-        return True
-
-    def seconds(self) -> float | None:
-        """From the last forward that began a batch to the last gradient; None where there was no such forward."""
-        if not 0 < self._began_ns < self._times()["computed_ns"]:
-            return None
-        return (self._times()["computed_ns"] - self._began_ns) * 1e-9
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -34,7 +34,7 @@ class Ticket:
         version: of ringdp.
         model: by parameter and buffer, its name, shape and dtype.
         parts: the names of what its Job was given.
-        settings: of its RingDP, by argument.
+        settings: of its RingDP or DiLoCo, by argument.
         proof: made of the job's secret and its process; "" without one.
     """
 
@@ -63,7 +63,7 @@ class Ticket:
         for name in sorted(self.settings.keys() | mine.settings.keys()):
             its, ours = self.settings.get(name, "its default"), mine.settings.get(name, "its default")
             if its != ours:
-                return f"its RingDP has {name} {its}, the job's has {ours}"
+                return f"it has {name} {its}, the job has {ours}"
         return None
 
 

@@ -24,13 +24,12 @@ from torch import Tensor
 from ringdp import __version__, values
 from ringdp.data.sampler import BalancedSampler
 from ringdp.data.settings import Limits
-from ringdp.ddp.compression.choice import GradientCompression
-from ringdp.ddp.wrapper import RingDP
 from ringdp.elastic import transfer
 from ringdp.elastic.board import Board, Ticket, World, prove
 from ringdp.elastic.door import LOOK_S, Door
 from ringdp.elastic.loader import Loader
 from ringdp.elastic.newcomer import Alive, wait_for_entry
+from ringdp.elastic.training import training_of
 from ringdp.errors import ExpelledError, HandshakeError, InvalidArgumentError, InvalidStateError
 from ringdp.job import backend, elastic
 from ringdp.job.byte_collectives import all_gather_bytes
@@ -100,24 +99,24 @@ class Job:
     between two of their steps. In any other job nobody comes, and the same script runs.
 
     Args:
-        *parts: a RingDP, and all other objects with `state_dict` and `load_state_dict` that a newcomer needs: the
-            optimizer, a scheduler, a scaler, averaged weights.
+        *parts: a RingDP, or a DiLoCo, whose ranks come and go where a round ends; and all other objects with
+            `state_dict` and `load_state_dict` that a newcomer needs: the optimizer, a scheduler, a scaler, averaged
+            weights. Beside a DiLoCo, each rank's are its own: newcomers get those of the lowest rank.
         min_ranks: with fewer ranks the others wait for newcomers, before their next batch.
         max_ranks: nobody is let in beyond so many; None: no limit.
 
     Raises:
-        InvalidArgumentError: none of the parts is a RingDP, several are, or one has no state; or the job is elastic,
-            and the RingDP averages over some of the ranks, or newcomers cannot be sent a part's state.
+        InvalidArgumentError: none of the parts is a RingDP or a DiLoCo, several are, or one has no state; a DiLoCo has
+            sites of several ranks, or rounds by time; or the job is elastic, and that part averages over some of the
+            ranks, or newcomers cannot be sent a part's state.
     """
 
     def __init__(self, *parts: Any, min_ranks: int = 1, max_ranks: int | None = None) -> None:
         who = "ringdp.elastic.Job"
-        models = [part for part in parts if isinstance(part, RingDP)]
-        if len(models) != 1:
-            raise InvalidArgumentError(f"{who} needs one RingDP among its parts, not {len(models)}")
-        group = self._group = models[0].process_group
+        training = self.training = training_of(who, parts)
+        group = self._group = training.group
         lasts = elastic.is_elastic(group)
-        for part in parts:
+        for part in training.parts:
             if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
                 raise InvalidArgumentError(
                     f"{who}: a {type(part).__name__} has no state_dict and load_state_dict: a newcomer could not get it"
@@ -130,9 +129,8 @@ class Job:
         values.whole(who, "min_ranks", min_ranks, 1)
         if max_ranks is not None:
             values.whole(who, "max_ranks", max_ranks, min_ranks)
-        self.model: RingDP = models[0]
         self._min_ranks = min_ranks
-        self._parts = _named(parts)
+        self._parts = _named(training.parts)
         self._loaders: list[Loader] = []
         self._callbacks: list[Callable[[Change], Any]] = []
         self._audit: Any = None
@@ -148,7 +146,8 @@ class Job:
         if not lasts:
             return
         if group is not dist.group.WORLD:
-            raise InvalidArgumentError(f"{who}: its RingDP averages over a group of some ranks, which nobody can join")
+            kind = type(training.part).__name__
+            raise InvalidArgumentError(f"{who}: its {kind} averages over a group of some ranks, which nobody can join")
         self._members = elastic.places(group)
         self._place = self._members[group.rank()]
         self._take_signals()
@@ -264,7 +263,11 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         """Of all parts, and the place in the data: the same on all ranks, for `ringdp.checkpoint` or ``torch.save``. It
-        loads at any number of ranks. Error feedback is not in it (`RingDP.compression_state_dict`)."""
+        loads at any number of ranks. The error feedback of a RingDP is not in it (`RingDP.compression_state_dict`). All
+        ranks call it where there is a DiLoCo, whose parts beside its own state are those of this rank."""
+        return self._state() | self.training.state()
+
+    def _state(self) -> dict[str, Any]:
         place = {"step": self.step, "epoch": self._epoch, "positions": self._positions()}
         return {name: part.state_dict() for name, part in self._parts.items()} | {"ringdp": place}
 
@@ -275,17 +278,21 @@ class Job:
             InvalidArgumentError: it is of other parts or loaders.
         """
         loaders = len(state.get("ringdp", {}).get("positions", ()))
-        if state.keys() != {*self._parts, "ringdp"} or loaders != len(self._loaders):
+        mine = self._names()
+        if state.keys() != {*mine, "ringdp"} or loaders != len(self._loaders):
             raise InvalidArgumentError(
                 f"Job.load_state_dict: the state is of {', '.join(sorted(state.keys() - {'ringdp'}))} and"
-                f" {count(loaders, 'loader')}, this Job has {', '.join(sorted(self._parts))} and"
+                f" {count(loaders, 'loader')}, this Job has {', '.join(sorted(mine))} and"
                 f" {count(len(self._loaders), 'loader')}: make the same ones before"
             )
         self._load_parts(state)
         place = state["ringdp"]
-        self.model.begin_again(place["step"])
+        self.training.load(state, place["step"])
         for loader, position in zip(self._loaders, place["positions"], strict=True):
             loader.sampler.load_state_dict(position)
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([*self._parts, type(self.training.part).__name__]))
 
     def _load_parts(self, state: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
@@ -295,7 +302,7 @@ class Job:
     @property
     def step(self) -> int:
         """The steps that the job has made."""
-        return int(self.model.reducer.report.steps())
+        return self.training.step()
 
     # What loaders use.
 
@@ -313,7 +320,8 @@ class Job:
             return
         self._note_losses()
         self._until_question -= 1
-        if self._until_question > 0 and self._group.size() >= self._min_ranks:
+        enough = self._group.size() >= self._min_ranks
+        if not self.training.may_change() or (self._until_question > 0 and enough):
             return
         began = time.monotonic()
         self._question(self._door)
@@ -344,7 +352,7 @@ class Job:
             def ask() -> list[_Answer]:
                 nonlocal world, view
                 view = elastic.view_of(self._group)
-                busy = self.model.reducer.has_unaveraged()
+                busy = self.training.busy()
                 world = door.ready()
                 number = 0 if world is None else world.number
                 mine = _Answer(number, self._leaving is not None, busy, cost_s, step_s)
@@ -371,14 +379,14 @@ class Job:
     def _go_on_in(self, world: World, door: Door, began_s: float) -> None:
         from ringdp import _C
 
-        compression = self._compression()
+        carried = self.training.carried()
         before = world.members
         if not _C.go_on_in(self._group, world.name, world.view):
             self._note_losses()
             return
         door.entered(world, world.view + 1, _C.units_left(self._group))
         self._members = tuple(world.places)
-        self._welcome(world, compression)
+        self._welcome(world, carried)
         self._changed(before, (), tuple(world.places[world.members :]), began_s)
 
     def _go_on_without(self, leaving: Sequence[int], view: int, began_s: float) -> None:
@@ -394,7 +402,7 @@ class Job:
 
         try:
             reasons = elastic.as_unit(self._group, "the reasons of ranks that leave", farewell)
-            compression = self._compression()
+            carried = self.training.carried()
         except ExpelledError:
             if not leaves:
                 raise
@@ -407,7 +415,7 @@ class Job:
             return
         self._members = elastic.places(self._group)
         state = self._positions()
-        self._begin_again(state, self.step, compression)
+        self._begin_again(state, self.step, carried)
         self._changed(len(places), left, (), began_s)
 
     def _end(self, *, alone: bool) -> NoReturn:
@@ -419,16 +427,10 @@ class Job:
         backend.say_farewell("it left")
         raise SystemExit(0)
 
-    def _compression(self) -> dict[str, Any] | None:
-        """What all ranks' error feedback owes together, and the rest of the state of compression."""
-        if self.model.ringdp_features[GradientCompression].model is not None:
-            return self.model.compression_state_dict(consolidated=True)
-        return None
-
     def _positions(self) -> list[dict[str, Any]]:
         return [loader.sampler.state_dict() for loader in self._loaders]
 
-    def _welcome(self, world: World, compression: dict[str, Any] | None) -> None:
+    def _welcome(self, world: World, carried: Any) -> None:
         """All ranks, newcomers among them: the state for these."""
         torchs: Any = dist.distributed_c10d._world  # by its count torch names new groups
         group, origin = self._group, elastic.origin()
@@ -436,19 +438,14 @@ class Job:
         outside = origin is not None and origin.outside
         mine: dict[str, Any] | None = None
         if not outside:
-            mine = self.state_dict()
-            mine["ringdp"] |= {"compression": compression, "groups": torchs.group_count}
+            mine = self._state()
+            mine["ringdp"] |= {"carried": carried, "groups": torchs.group_count}
         into: dict[str, Tensor] = {}
         for name, part in self._parts.items() if outside else ():
             if isinstance(part, torch.nn.Module):
                 into |= {f"{name}/{key}": value for key, value in part.state_dict().items()}
 
-        buffers = {
-            f"{name}/{key}"
-            for name, part in self._parts.items()
-            if isinstance(part, torch.nn.Module)
-            for key, _ in part.named_buffers()
-        }
+        of_lowest = self.training.of_lowest(self._parts)
 
         def body() -> dict[str, Any]:
             places = elastic.places(group)
@@ -456,7 +453,7 @@ class Job:
             if not newcomers:
                 assert mine is not None
                 return mine
-            return transfer.send(mine, group, newcomers, into=into, of_lowest=buffers)
+            return transfer.send(mine, group, newcomers, into=into, of_lowest=of_lowest)
 
         state = elastic.as_unit(group, "the state for newcomers", body)
         if outside:
@@ -464,14 +461,12 @@ class Job:
         own = state["ringdp"]
         torchs.group_count = max(torchs.group_count, own["groups"])
         elastic.joined()
-        self._begin_again(own["positions"], own["step"], own["compression"])
+        self._begin_again(own["positions"], own["step"], own["carried"], new=outside)
 
     def _begin_again(
-        self, positions: Sequence[Mapping[str, Any]], step: int, compression: Mapping[str, Any] | None
+        self, positions: Sequence[Mapping[str, Any]], step: int, carried: Any, *, new: bool = False
     ) -> None:
-        self.model.begin_again(step)
-        if compression is not None:
-            self.model.load_compression_state_dict(compression)
+        self.training.take(carried, step, new=new)
         for loader, position in zip(self._loaders, positions, strict=True):
             loader.members_changed(position)
         self.changes += 1
@@ -511,16 +506,15 @@ class Job:
     # Newcomers.
 
     def _ticket(self) -> Ticket:
-        module = self.model.module
+        module = self.training.module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return Ticket(
             socket.gethostname(),
             os.getpid(),
             __version__,
             [f"{name} {tuple(one.shape)} of {one.dtype}" for name, one in tensors.items()],
-            [*self._parts, *(f"loader with {line}" for one in self._loaders for line in one.described())],
-            self.model.ringdp_features.settings()
-            | {"compression": str(self.model.ringdp_features[GradientCompression].chosen)},
+            [*self._names(), *(f"loader with {line}" for one in self._loaders for line in one.described())],
+            self.training.settings(),
             prove(socket.gethostname(), os.getpid()),
         )
 

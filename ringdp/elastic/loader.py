@@ -15,11 +15,11 @@ class Steps(Protocol):
     """What a loader knows of its Job.
 
     Attributes:
-        model: the RingDP.
+        training: its RingDP or DiLoCo.
         changes: of the members that loaders follow, so far.
     """
 
-    model: Any
+    training: Any
     changes: int
 
     def enter(self) -> None: ...
@@ -62,7 +62,7 @@ class Loader:
 
     def _make_sampler(self, state: Mapping[str, Any] | None) -> None:
         self.sampler = self._make()
-        self.sampler.watch(self._job.model)
+        self.sampler.watch(self._job.training.part)
         if state is not None:
             self.sampler.load_state_dict(state)
 

@@ -14,7 +14,7 @@ import math
 import mmap
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -40,7 +40,7 @@ def send(
     newcomers: Sequence[int],
     *,
     into: Mapping[str, Tensor] | None = None,
-    of_lowest: Collection[str] = (),
+    of_lowest: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:
     """All ranks call it, as a unit's body. Returns the state of the members, on a newcomer from these.
 
@@ -48,7 +48,7 @@ def send(
         state: nested dicts and lists of tensors and plain values, the same on all members; None on a newcomer.
         newcomers: their ranks; all others are members, the lowest of which is rank 0.
         into: on a newcomer, tensors that receive the values in place, by "part/name" of the state's keys.
-        of_lowest: such names of tensors that members may have different, and of which rank 0's count: those of buffers.
+        of_lowest: whether members may have the tensor of such a name different, and rank 0's counts: those of buffers.
 
     Raises:
         MismatchError: on a newcomer: a member has another tensor than the lowest one, or one with other bits; names it
@@ -152,21 +152,21 @@ def _filled(part: Any, tensors: Sequence[Tensor]) -> Any:
 def cannot_carry(state: Mapping[str, Any]) -> str | None:
     """Why newcomers cannot be sent this state; None: they can."""
     try:
-        _read(_describe(state, [], [], ()))
+        _read(_describe(state, [], [], bool))
     except (pickle.PickleError, TypeError, AttributeError) as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         return f"it has a {found[1]}" if found else str(error).splitlines()[0]
     return None
 
 
-def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str], of_lowest: Collection[str]) -> bytes:
+def _describe(state: Any, tensors: Sequence[Tensor], names: Sequence[str], of_lowest: Callable[[str], bool]) -> bytes:
     numbers = count()
     content = {
         "state": pytree.tree_map(
             lambda leaf: {_MARK: next(numbers)} if isinstance(leaf, Tensor) else leaf, dict(state)
         ),
         "names": list(names),
-        "lowest": [name in of_lowest for name in names],
+        "lowest": [of_lowest(name) for name in names],
         "shapes": [list(one.shape) for one in tensors],
         "dtypes": [one.dtype for one in tensors],
     }

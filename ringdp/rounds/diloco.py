@@ -65,6 +65,11 @@ class DiLoCo:
         scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
         process_group: of the ranks that are averaged over; the default group if None.
 
+    Attributes:
+        ended_at: the step that ended the last round; 0 before there was one.
+        counted: the step up to which this rank's steps are in a mean that has come, and in an elastic group the view
+            whose ranks that mean is of.
+
     Raises:
         InvalidArgumentError: a value that cannot be used.
         MismatchError: the ranks' models or arguments differ, or cannot be used on another rank.
@@ -124,6 +129,8 @@ class DiLoCo:
         own = _group_of_rounds(members, device)
         self._exchanges = [FragmentExchange(one, own, self._settings.codec) for one in self._fragments]
         self._flights: dict[int, Flight] = {}
+        self._left_at = [0] * len(self._fragments)  # steps
+        self.ended_at, self.counted = 0, (0, 0)
         count = len(self._fragments)
         self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
         self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
@@ -139,6 +146,20 @@ class DiLoCo:
         self._watch_scaler()
 
     # Called by the training loop.
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As given."""
+        return self._model
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Of the ranks that are averaged over."""
+        return self._members
+
+    def described(self) -> dict[str, str]:
+        """The arguments that are equal on all ranks, by name."""
+        return dict(line.split(": ", 1) for line in self._settings.lines())
 
     @property
     def round(self) -> int:
@@ -245,9 +266,27 @@ class DiLoCo:
         """
         self._refuse_inside_evaluation("load_state_dict()")
         self._wait_for_flights()  # which write into buffers
+        self._load(state.load_state_dict, saved)
+
+    def take_over(self, saved: Mapping[str, Any]) -> None:
+        """Become one of the ranks that have saved this consolidated state, and that `share` it: for
+        `ringdp.elastic.Job`.
+
+        Raises:
+            InvalidArgumentError: it is of another model or of other arguments.
+        """
+        self._load(state.take_over, saved)
+
+    def share(self, saved: Mapping[str, Any]) -> None:
+        """What codes owed in this consolidated state is owed by the ranks that are there now, of which others take it
+        over: for `ringdp.elastic.Job`, when ranks have come or left."""
+        state.share(self._rounds(), saved)
+
+    def _load(self, load: Callable[[state.Rounds, Mapping[str, Any]], None], saved: Mapping[str, Any]) -> None:
         rounds = self._rounds()
-        state.load_state_dict(rounds, saved)
+        load(rounds, saved)
         self._units, self._since, self._counts_samples = rounds.units, rounds.since, rounds.counts_samples
+        self.ended_at = 0
 
     def _rounds(self) -> state.Rounds:
         return state.Rounds(
@@ -307,6 +346,9 @@ class DiLoCo:
         unit = 1.0 if exact else self._units[number]
         flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, averages=averages)
         self._flights[number] = flight
+        self._left_at[number] = self._pace.schedule.step
+        if number + 1 == len(self._fragments):
+            self.ended_at = self._left_at[number]
         self._pace.leaves(flight)
         self._since[0][number], self._since[1][number] = 0, 0.0
         self._bytes += exchange.sent_bytes(exact=exact)
@@ -330,6 +372,8 @@ class DiLoCo:
         began = time.monotonic()
         arrival = self._exchanges[number].wait(flight, self._beside(number))
         self._waited_s += time.monotonic() - began
+        if number + 1 == len(self._fragments):
+            self.counted = self._left_at[number], flight.view
         return arrival
 
     def _beside(self, number: int) -> Beside | None:
@@ -389,9 +433,9 @@ class DiLoCo:
 
 def _group_of_rounds(members: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     """The group that exchanges fragments; None for one rank alone. In an elastic job `members` itself."""
-    if members.size() == 1:
-        return None
-    return members if is_elastic(members) else sibling_groups(members, device, 1, purpose="rounds")[0]
+    if is_elastic(members):
+        return members
+    return None if members.size() == 1 else sibling_groups(members, device, 1, purpose="rounds")[0]
 
 
 def _refuse_second(who: str, optimizer: torch.optim.Optimizer, members: dist.ProcessGroup) -> None:

@@ -212,6 +212,7 @@ class FragmentExchange:
         self.follow_members()
         if self.ranks == 1:
             flight.arrival = self._alone(flight)
+            flight.view = 0 if self.group is None else _C.view_of(self.group)
             flight.stamp()
         elif not self._elastic:
             self._send(flight)

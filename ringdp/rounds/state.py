@@ -115,8 +115,26 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
 
 def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """See `DiLoCo.load_state_dict`. Nothing is changed where something does not fit."""
+    own, consolidated = as_unit(rounds.members, "loading the state of rounds", lambda: _agreed(rounds, state))
+    _take(rounds, state, own, consolidated=consolidated)
+
+
+def take_over(rounds: Rounds, state: Mapping[str, Any]) -> None:
+    """On a newcomer: go on as the ranks whose consolidated state it is, which `share` it."""
+    _take(rounds, state, _checked(rounds, state)[0], consolidated=True)
+
+
+def share(rounds: Rounds, state: Mapping[str, Any]) -> None:
+    """On all ranks but newcomers: what the mean lacked in this consolidated state is owed by the ranks that are there
+    now, each of which computes the mean of some elements."""
+    for fragment, exchange in zip(rounds.fragments, rounds.exchanges, strict=True):
+        exchange.follow_members()
+        for piece in fragment.pieces:
+            _owe(rounds, exchange, piece, state["parameters"][piece.name].get("residual"), consolidated=True)
+
+
+def _take(rounds: Rounds, state: Mapping[str, Any], own: Mapping[str, Any], *, consolidated: bool) -> None:
     members, fragments = rounds.members, rounds.fragments
-    own, consolidated = as_unit(members, "loading the state of rounds", lambda: _agreed(rounds, state))
     rounds.pace.load(dict(state["schedule"]))
     rounds.counts_samples = bool(state.get("counts_samples", False))
     rounds.units = [float(one) for one in state["units"]]
@@ -127,16 +145,22 @@ def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
             piece.of(fragment.buffer).copy_(own[piece.name]["local"])
-            exchange.residuals.drop(piece.name)
-            if (owed := own[piece.name].get("residual")) is not None:
-                owed = owed.to("cpu", copy=True)
-                if consolidated and members.size() > 1:
-                    owed *= _owned(exchange, piece)
-                exchange.residuals.set(piece.name, owed)
+            _owe(rounds, exchange, piece, own[piece.name].get("residual"), consolidated=consolidated)
         fragment.write(fragment.buffer)
         rounds.outer[number].load(_joined(fragment, state["outer"]))
         if (flight := state["in_flight"].get(str(number))) is not None:
             rounds.flights[number] = _flight(fragment, flight, members.rank())
+
+
+def _owe(rounds: Rounds, exchange: FragmentExchange, piece: Piece, owed: Tensor | None, *, consolidated: bool) -> None:
+    """`consolidated`: it is of the mean, and each rank takes the elements whose mean it computes."""
+    exchange.residuals.drop(piece.name)
+    if owed is None:
+        return
+    mine = owed.to("cpu", copy=True)
+    if consolidated and rounds.members.size() > 1:
+        mine *= _owned(exchange, piece)
+    exchange.residuals.set(piece.name, mine)
 
 
 def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:

@@ -41,13 +41,60 @@ def data() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(torch.arange(SAMPLES), x, torch.randn(SAMPLES, 3, generator=generator))
 
 
-def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Not of the buffers, which are rank 0's from the next forward on."""
-    out = hashlib.sha256()
-    for parameter in model.parameters():
-        for tensor in (parameter, *(it for _, it in sorted(optimizer.state[parameter].items()))):
-            out.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return out.hexdigest()
+class Trained:
+    """What a rank trains, by a RingDP, or by the `rounds` of a DiLoCo."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.module = net(*options.get("net", ()))
+        self.together: Any
+        self.model: Any
+        if "rounds" in options:
+            self.model = self.module
+            self.optimizer = torch.optim.Adam(self.module.parameters(), 0.01)
+            self.together = ringdp.DiLoCo(self.module, self.optimizer, **options["rounds"])
+        else:
+            given = {"weight": "samples", **options.get("ringdp", {})}
+            self.model = self.together = ringdp.RingDP(self.module, **given)
+            self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
+        self.of_rounds = "rounds" in options
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 500)
+
+    def fingerprint(self) -> str:
+        """Of what all ranks have alike: not of the buffers, which are rank 0's from the next forward on. All ranks."""
+        out = hashlib.sha256()
+        if self.of_rounds:
+            self.together.state_dict()  # waits for what is on its way
+        with self.together.global_parameters() if self.of_rounds else contextlib.nullcontext():
+            for parameter in self.module.parameters():
+                state = {} if self.of_rounds else self.optimizer.state[parameter]
+                for tensor in (parameter, *(it for _, it in sorted(state.items()))):
+                    out.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return out.hexdigest()
+
+    def owed(self) -> float:
+        """Of what codes owe to the mean, a number that is linear in it. All ranks."""
+        parts = self.together.state_dict(consolidated=True)["parameters"]
+        residuals = [it["residual"].double() for it in parts.values() if "residual" in it]
+        return float(sum((it * torch.cos(torch.arange(len(it), dtype=torch.float64))).sum() for it in residuals))
+
+    def save(self, path: Path) -> None:
+        """All ranks; with rounds each its own state."""
+        parts: dict[str, Any] = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts |= {"rounds": self.together} if self.of_rounds else {}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        if self.of_rounds or ringdp.rank() == 0:
+            torch.save(state, self._file(path))
+
+    def load(self, path: Path) -> None:
+        state = torch.load(self._file(path), weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.of_rounds:
+            self.together.load_state_dict(state["rounds"])
+
+    def _file(self, path: Path) -> Path:
+        return path.with_suffix(f".{ringdp.rank()}.pt" if self.of_rounds else ".pt")
 
 
 class Book:
@@ -61,21 +108,16 @@ class Book:
 
 
 def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
-    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), accumulate, loader, job, net (its
-    arguments), step_s, validate (a second loader), audit."""
+    """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), rounds (DiLoCo's, in place of a
+    RingDP), accumulate, loader, job, net (its arguments), step_s, validate (a second loader), audit."""
     book = Book(Path(folder))
     logging.getLogger("ringdp").addHandler(_Told(book))
     ringdp.init(device="cpu")
-    model = ringdp.RingDP(net(*options.get("net", ())), **{"weight": "samples", **options.get("ringdp", {})})
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
-    job = ringdp.elastic.Job(model, optimizer, scheduler, **options.get("job", {}))
+    trained = Trained(options)
+    model, optimizer = trained.model, trained.optimizer
+    job = ringdp.elastic.Job(trained.together, optimizer, trained.scheduler, **options.get("job", {}))
     loader = job.loader(data(), BATCH, **options.get("loader", {}))
     validation: Any = job.loader(data(), BATCH // 2, shuffle=False) if options.get("validate") else []
-
-    def kept() -> dict[str, Any]:
-        parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
-        return {name: part.state_dict() for name, part in parts.items()}
 
     @job.on_change
     def changed(it: Any) -> None:
@@ -87,13 +129,13 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
             left=it.left,
             joined=it.joined,
             seconds=it.seconds,
-            print=fingerprint(model, optimizer),
+            print="" if it.lost and trained.of_rounds else trained.fingerprint(),
+            owed=trained.owed() if options.get("owed") and not it.lost else None,
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
         )
-        path = Path(folder) / f"state_{it.step}_{it.now}.pt"
-        if ringdp.rank() == 0 and not it.lost:
-            torch.save(kept(), path)
+        if not it.lost:
+            trained.save(Path(folder) / f"state_{it.step}_{it.now}")
 
     job.audit(options.get("audit") or Path(folder) / f"audit_{os.getpid()}.jsonl")
     every = options.get("accumulate", 1)
@@ -104,8 +146,10 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
                 torch.nn.functional.mse_loss(model(x), y).backward()
             if (number + 1) % every == 0:
                 optimizer.step()
-                scheduler.step()
+                trained.scheduler.step()
                 optimizer.zero_grad()
+            if options.get("owed") and job.step == trained.together.ended_at:
+                book.write("owed", step=job.step, now=ringdp.world_size(), owed=trained.owed())
             time.sleep(options.get("step_s", 0.0))
             if (Path(folder) / f"leave_{os.getpid()}").exists():
                 job.leave("a file says so")
@@ -120,9 +164,8 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
         if epochs == 0 and _finishes(Path(folder)):
             break
     job.close()
-    book.write("end", step=job.step, ranks=ringdp.world_size(), print=fingerprint(model, optimizer))
-    if ringdp.rank() == 0:
-        torch.save(kept(), Path(folder) / "last.pt")
+    book.write("end", step=job.step, ranks=ringdp.world_size(), print=trained.fingerprint())
+    trained.save(Path(folder) / "last")
 
 
 def _finishes(folder: Path) -> bool:
@@ -298,19 +341,14 @@ class Jobs:
 
 def scripted(state: str | None, steps: list[list[list[int]]], options: Mapping[str, Any]) -> str:
     """One rank of a job without elasticity that makes these steps: by step and rank, the samples. Its fingerprint."""
-    model = ringdp.RingDP(net(*options.get("net", ())), **{"weight": "samples", **options.get("ringdp", {})})
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
+    trained = Trained(options)
     if state is not None:
-        saved = torch.load(state, weights_only=True)
-        model.module.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        scheduler.load_state_dict(saved["scheduler"])
+        trained.load(Path(state))
     _, x, y = data().tensors
     for by_rank in steps:
         mine = by_rank[ringdp.rank()]
-        torch.nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return fingerprint(model, optimizer)
+        torch.nn.functional.mse_loss(trained.model(x[mine]), y[mine]).backward()
+        trained.optimizer.step()
+        trained.scheduler.step()
+        trained.optimizer.zero_grad()
+    return trained.fingerprint()

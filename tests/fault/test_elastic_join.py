@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ringdp import Fragments
 from ringdp.errors import HandshakeError
 from ringdp.job import elastic
 from tests.fault import elastic_join_jobs as jobs
@@ -53,7 +55,7 @@ def run_scripted(job: Jobs, **options: Any) -> None:
         last = them[-1][0]
         following = None if number + 1 == len(segments) else len(segments[number + 1][0])
         assert found == (end if following is None else prints[last, following]), f"up to step {last}"
-        before = str(job.folder / f"state_{last}_{following}.pt")
+        before = str(job.folder / f"state_{last}_{following}")
 
 
 def test_ranks_come_and_leave_and_each_step_is_that_of_a_scripted_job(made: Callable[..., Jobs]) -> None:
@@ -93,6 +95,76 @@ def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[...,
     job.check_replicas()
     job.check_each_sample_once()
     run_scripted(job)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [{"every": 3}, {"every": 4, "fragments": Fragments(2, delay=1), "compression": "int4"}],
+    ids=str,
+)
+def test_ranks_come_and_leave_where_rounds_end(made: Callable[..., Jobs], rounds: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"rounds": rounds}
+    job = made(**options)
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(3)
+    job.join()
+    job.until_ranks(3)
+    job.leave(first)
+    job.until_ranks(2)
+    assert len(job.wait()) == 2
+    job.check_replicas()
+    job.check_each_sample_once()
+    assert all(it["step"] % rounds["every"] == 0 for it in job.events("change"))
+    run_scripted(job, **options)
+
+
+def test_what_codes_owe_stays_when_ranks_of_rounds_come_and_leave(made: Callable[..., Jobs]) -> None:
+    """Also what the rank that leaves owes, to the mean of those that stay."""
+    job = made(rounds={"every": 3, "compression": "int4"}, owed=True)
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(7)
+    job.join()
+    job.until_ranks(3)
+    job.until_step(max(it["step"] for it in job.events("begins")) + 6)
+    job.leave(first)
+    job.until_ranks(2)
+    job.wait()
+    before = {it["step"]: it["owed"] for it in job.events("owed")}
+    changes = {(it["step"], it["now"]): it["owed"] for it in job.events("change")}
+    assert {now for _, now in changes} == {2, 3}
+    for (step, _), owed in changes.items():
+        assert abs(owed) > 1e-6
+        assert owed == pytest.approx(before[step], rel=1e-4)
+
+
+def test_samples_of_a_rank_that_dies_within_a_round_come_again(made: Callable[..., Jobs]) -> None:
+    """What it had of steps whose round does not have them."""
+    job = made(rounds={"every": 2}, step_s=0.25)
+    job.start(3)
+    victim = job.pids()[1]
+    job.until_step(3)
+    job.kill(victim)
+    job.until_ranks(2)
+    job.join()
+    job.until_ranks(3)
+    job.wait(dead={victim: -9})
+    job.check_replicas()
+    [place] = {it["lost"][0] for it in job.events("change") if it["lost"]}
+    batches = job.batches()
+    last = max(step for step, by_place in batches.items() if place in by_place)
+    assert last in (3, 4)
+    epochs = max(it["epoch"] for it in job.events("epoch")) + 1
+    counts = Counter(
+        sample
+        for step, by_place in batches.items()
+        for its_place, samples in by_place.items()
+        if its_place != place or step <= 2
+        for sample in samples
+    )
+    assert counts == dict.fromkeys(range(jobs.SAMPLES), epochs)
+    assert any("come again at the end of the epoch" in it["text"] for it in job.events("log"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +219,7 @@ def test_a_killed_rank_is_replaced(made: Callable[..., Jobs]) -> None:
     ("options", "environ", "words"),
     [
         ({"net": (25,)}, {}, "its model has 0.weight (25, 8) of torch.float32, the job's has 0.weight (24, 8)"),
-        ({"ringdp": {"compression": "int8"}}, {}, "its RingDP has compression "),
+        ({"ringdp": {"compression": "int8"}}, {}, "it has compression "),
         ({"loader": {"seed": 1}}, {}, "its Job has loader with seed: 1, the job's has loader with seed: 0"),
         ({}, {"RINGDP_SECRET_FILE": "other"}, "its secret is not the job's"),
     ],

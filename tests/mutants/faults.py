@@ -399,8 +399,8 @@ COMPRESSORS += [
         "a lost rank's share of a step that is made again is forgotten",
         "data/sampler.py",
         "                self._untrained[index] = self._samples_of(gone, index)\n"
-        "        for index in range(self._committed, self._next):\n            drawn",
-        "                pass\n        for index in range(self._committed, self._next):\n            drawn",
+        "        for index in range(self._committed, end):\n            drawn",
+        "                pass\n        for index in range(self._committed, end):\n            drawn",
         "tests/fault/test_elastic_data.py",
     ),
     in_python(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringdp
-from ringdp.data import sampler as sampler_module
+from ringdp.data import watched as watched_module
 from ringdp.data.order import GlobalBatches
 from tests.helpers import logged
 from tests.train.harness import backends, default_group, each, on_ranks, ring_is_built, run_ranks
@@ -54,14 +54,14 @@ def steps_take(net: Net, seconds: float) -> Iterator[None]:
     What it measures has to be a time within this block all the same.
     """
     began = time.monotonic()
-    measure = sampler_module._Watched.seconds
+    measure = watched_module.WatchedSteps.seconds
 
     def told(watched: Any) -> float | None:
         measured = measure(watched)
         assert measured is None or 0 < measured < time.monotonic() - began
         return None if measured is None else 1e-4 + seconds * net.samples
 
-    with mock.patch.object(sampler_module._Watched, "seconds", told):
+    with mock.patch.object(watched_module.WatchedSteps, "seconds", told):
         yield
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringdp.data import BalancedSampler, Limits, agreement, sampler
+from ringdp.data import BalancedSampler, Limits, agreement, sampler, watched
 from ringdp.data.order import GlobalBatches
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import agreement as job_agreement
@@ -82,7 +82,7 @@ def one_process() -> Iterator[None]:
         patch.setattr(job_agreement, "named", lambda name: contextlib.nullcontext())
         patch.setattr(job_agreement, "report_refusal", lambda *_: None)
         patch.setattr(sampler, "_group", lambda group: group)
-        patch.setattr(sampler, "monotonic_ns", lambda: Model.clock_ns)
+        patch.setattr(watched, "monotonic_ns", lambda: Model.clock_ns)
         yield
 
 

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvstore": {"errors", "refusals", "config", "job", "compression", "hooks", "_C"},
     "nn": {"errors", "values", "text", "job", "kvstore", "_C"},
     "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
-    "elastic": {"", "errors", "values", "text", "config", "job", "data", "ddp", "_C"},
+    "elastic": {"", "errors", "values", "refusals", "text", "config", "job", "data", "ddp", "rounds", "_C"},
     "script": {"errors", "values", "config", "job", "data", "ddp"},
     "launcher": {"", "_early", "errors", "stories", "refusals", "config", "diagnosis"},
     "launch": {"launcher", "job"},
