@@ -28,6 +28,8 @@ PLACES = (
     "RINGDP_TIMELINE",
     "RINGDP_ELASTIC",
     "RINGDP_JOIN",
+    "RINGDP_MIN_RANKS",
+    "RINGDP_MAX_RANKS",
 )
 """Variables of ringdp that belong to one job: where it writes, its secret, and whether it goes on without ranks."""
 

@@ -62,6 +62,8 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_TENSORBOARD": "1: the same for TensorBoard, in the folder's tensorboard/ (ringrun --tensorboard)",
     "RINGDP_TIMELINE": "folder in which each rank writes a timeline at its end (python -m ringdp timeline merges them)",
     "RINGDP_ELASTIC": "1: the job goes on without ranks that are lost (ringrun --elastic sets it); 0: it does not",
+    "RINGDP_MIN_RANKS": "of ringdp.elastic.Job: with fewer ranks the others wait for newcomers (ringrun --min-ranks)",
+    "RINGDP_MAX_RANKS": "of ringdp.elastic.Job: nobody is let in beyond so many (ringrun --max-ranks)",
     "RINGDP_JOIN": "HOST:PORT of a running elastic job that this process joins (ringrun --join sets it)",
     "RINGDP_RANK_PROCESS": "set by ringdp: a process that a rank has started reads there that it is not a rank",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
@@ -412,6 +414,25 @@ def elastic(environ: Mapping[str, str] | None = None) -> bool:
         InvalidArgumentError: it is neither 0 nor 1.
     """
     return joins(environ) is not None or _switch("RINGDP_ELASTIC", environ, default=False)
+
+
+def ranks_allowed(environ: Mapping[str, str] | None = None) -> tuple[int, int | None]:
+    """RINGDP_MIN_RANKS and RINGDP_MAX_RANKS: the least and the most ranks of an elastic job; 1 and no limit where they
+    are not set.
+
+    Raises:
+        InvalidArgumentError: one is no number from 1 on, or the first is above the second.
+    """
+    found: list[int | None] = []
+    for name in ("RINGDP_MIN_RANKS", "RINGDP_MAX_RANKS"):
+        text = _of_this_job(environ).get(name, "").strip()
+        found.append(whole_number(name, text) if text else None)
+        if text and not (found[-1] or 0) >= 1:
+            raise InvalidArgumentError(f"{name}={text} must be a number of ranks, at least 1")
+    least, most = found[0] or 1, found[1]
+    if most is not None and most < least:
+        raise InvalidArgumentError(f"RINGDP_MAX_RANKS={most} is below RINGDP_MIN_RANKS={least}")
+    return least, most
 
 
 def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp import __version__, values
+from ringdp import __version__, config, values
 from ringdp.data.sampler import BalancedSampler
 from ringdp.data.settings import Limits
 from ringdp.elastic import transfer
@@ -40,7 +40,7 @@ _SHARE = 0.005  # of the training's time that questions for newcomers may take
 _FIRST_NOTICE_S = 10.0
 _MOST_STEPS = 1000  # between two questions
 _REASON_BYTES = 200
-_ANSWER = struct.Struct("<q??dd")
+_ANSWER = struct.Struct("<qq??dd")
 _LONGEST_WAIT_S = 600.0  # for newcomers, where there are too few ranks
 
 
@@ -50,6 +50,7 @@ class _Answer:
 
     Attributes:
         world: the number of the one that it has met; 0: none.
+        least: with fewer ranks it waits.
         leaves: it wants to leave.
         busy: it has gradients that are not averaged yet, which newcomers have not.
         cost_s: what the last question has cost.
@@ -57,6 +58,7 @@ class _Answer:
     """
 
     world: int
+    least: int
     leaves: bool
     busy: bool
     cost_s: float
@@ -102,8 +104,9 @@ class Job:
         *parts: a RingDP, or a DiLoCo, whose ranks come and go where a round ends; and all other objects with
             `state_dict` and `load_state_dict` that a newcomer needs: the optimizer, a scheduler, a scaler, averaged
             weights. Beside a DiLoCo, each rank's are its own: newcomers get those of the lowest rank.
-        min_ranks: with fewer ranks the others wait for newcomers, before their next batch.
-        max_ranks: nobody is let in beyond so many; None: no limit.
+        min_ranks: with fewer ranks the others wait for newcomers, before their next batch; of all ranks' the largest
+            counts. None: what ``ringrun --min-ranks`` says (RINGDP_MIN_RANKS), or 1.
+        max_ranks: nobody is let in beyond so many; None: what ``--max-ranks`` says (RINGDP_MAX_RANKS), or no limit.
 
     Raises:
         InvalidArgumentError: none of the parts is a RingDP or a DiLoCo, several are, or one has no state; a DiLoCo has
@@ -111,7 +114,7 @@ class Job:
             ranks, or newcomers cannot be sent a part's state.
     """
 
-    def __init__(self, *parts: Any, min_ranks: int = 1, max_ranks: int | None = None) -> None:
+    def __init__(self, *parts: Any, min_ranks: int | None = None, max_ranks: int | None = None) -> None:
         who = "ringdp.elastic.Job"
         training = self.training = training_of(who, parts)
         group = self._group = training.group
@@ -126,10 +129,12 @@ class Job:
                     f"{who}: newcomers cannot be sent the state of a {type(part).__name__}, only tensors, numbers,"
                     f" text, and lists and dicts of them: {wrong}"
                 )
-        values.whole(who, "min_ranks", min_ranks, 1)
-        if max_ranks is not None:
-            values.whole(who, "max_ranks", max_ranks, min_ranks)
-        self._min_ranks = min_ranks
+        least, most = config.ranks_allowed()
+        least = least if min_ranks is None else values.whole(who, "min_ranks", min_ranks, 1)
+        most = most if max_ranks is None else values.whole(who, "max_ranks", max_ranks, least)
+        if most is not None and most < least:
+            raise InvalidArgumentError(f"{who}: min_ranks={least} is above the most ranks, {most} (RINGDP_MAX_RANKS)")
+        self._min_ranks = least
         self._parts = _named(training.parts)
         self._loaders: list[Loader] = []
         self._callbacks: list[Callable[[Change], Any]] = []
@@ -153,7 +158,7 @@ class Job:
         self._take_signals()
         origin = elastic.origin()
         if origin is not None:
-            self._door = Door(group, self._ticket, max_ranks)
+            self._door = Door(group, self._ticket, most)
             if not origin.outside:
                 self._door.open()
 
@@ -355,11 +360,12 @@ class Job:
                 busy = self.training.busy()
                 world = door.ready()
                 number = 0 if world is None else world.number
-                mine = _Answer(number, self._leaving is not None, busy, cost_s, step_s)
+                mine = _Answer(number, self._min_ranks, self._leaving is not None, busy, cost_s, step_s)
                 return [_Answer(*_ANSWER.unpack(one)) for one in self._gather(mine)]
 
             answers = elastic.as_unit(self._group, "the question for newcomers", ask)
             self._asked = (self.step, began_s, time.monotonic() - began_s)
+            self._min_ranks = max(one.least for one in answers)
             least_cost_s = min(one.cost_s for one in answers)  # of the others a part is that they wait for that rank
             least_step_s = max(min(one.step_s for one in answers), 1e-6)
             self._until_question = min(int(least_cost_s / (_SHARE * least_step_s)) + 1, _MOST_STEPS)

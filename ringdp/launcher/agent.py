@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import elastic_launch
 from ringdp import _early
 from ringdp.config import threads
 from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
-from ringdp.launcher.arguments import Arguments
+from ringdp.launcher.arguments import Arguments, ranks_variables
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs, UsersLogsSpecs
 from ringdp.launcher.notice import Notice
 from ringdp.launcher.other_nodes import OtherNodeFailed
@@ -189,6 +189,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
     )
     if args.elastic:
         os.environ["RINGDP_ELASTIC"] = "1"
+        os.environ.update(ranks_variables(args))
     if args.join is not None:
         os.environ["RINGDP_JOIN"] = args.join + (f"/{args.join_id}" if args.join_id else "")
     gone = elastic.report_to(

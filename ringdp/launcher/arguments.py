@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 
 from ringdp import refusals
-from ringdp.config import joins, read_secret
+from ringdp.config import joins, ranks_allowed, read_secret
 from ringdp.errors import RingError
 from ringdp.launcher import joining
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
@@ -259,6 +260,25 @@ def get_parser() -> argparse.ArgumentParser:
         "died, at most N times in ten minutes; 0: never. Default: 3.",
     )
     group.add_argument(
+        "--min-ranks",
+        "--min_ranks",
+        action=env,
+        type=int,
+        default=None,
+        metavar="N",
+        help="With --elastic and a script with ringdp.elastic.Job: with fewer ranks the others keep their state and "
+        "wait for newcomers, at most ten minutes. Default: 1.",
+    )
+    group.add_argument(
+        "--max-ranks",
+        "--max_ranks",
+        action=env,
+        type=int,
+        default=None,
+        metavar="N",
+        help="The same: nobody is let in beyond so many ranks.",
+    )
+    group.add_argument(
         "--console",
         action=env,
         default=None,
@@ -346,6 +366,12 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
     )
 
 
+def ranks_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Of the environment, for --min-ranks and --max-ranks."""
+    asked = {"RINGDP_MIN_RANKS": args.min_ranks, "RINGDP_MAX_RANKS": args.max_ranks}
+    return {name: str(number) for name, number in asked.items() if number is not None}
+
+
 def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placement | None) -> None:
     """Check the flags that --elastic excludes, and those that need it."""
     if args.evict_after is not None and not args.elastic:
@@ -367,8 +393,16 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
             )
     if args.notice_cmd is not None and not args.elastic:
         raise ValueError("--notice-cmd needs --elastic")
+    if (args.min_ranks, args.max_ranks) != (None, None) and not args.elastic:
+        raise ValueError("--min-ranks and --max-ranks need --elastic")
     if not args.elastic:
         return
+    try:
+        ranks_allowed(ranks_variables(args))
+    except RingError as error:
+        raise ValueError(
+            re.sub(r"RINGDP_(MIN|MAX)_RANKS=", lambda it: f"--{it[1].lower()}-ranks ", str(error))
+        ) from None
     least = torchrun.parse_min_max_nnodes(args.nnodes)[0]
     if least != max_nodes and args.rdzv_backend != "c10d":
         raise ValueError(

@@ -216,9 +216,9 @@ class Jobs:
         secret = folder / "secret"
         secret.write_text("ab" * 32)
         secret.chmod(0o600)
-        self._environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "RINGDP_ELASTIC": "1"}
-        self._environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        self._environ |= {"RINGDP_SECRET_FILE": str(secret), "RINGDP_REPORT_EVERY": "0"}
+        self.environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "RINGDP_ELASTIC": "1"}
+        self.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self.environ |= {"RINGDP_SECRET_FILE": str(secret), "RINGDP_REPORT_EVERY": "0"}
 
     def start(self, ranks: int) -> None:
         for rank in range(ranks):
@@ -235,7 +235,7 @@ class Jobs:
         before: Callable[[], None] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> int:
-        common = {name: it for name, it in self._environ.items() if "RINGDP_JOIN" not in environ or "RINGDP_" in name}
+        common = {name: it for name, it in self.environ.items() if "RINGDP_JOIN" not in environ or "RINGDP_" in name}
         arguments = (common | environ, str(self.folder), self._epochs, dict(options or self._options), before)
         process = self._context.Process(target=_process, args=arguments)
         process.start()

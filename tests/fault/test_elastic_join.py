@@ -409,8 +409,11 @@ def test_a_member_that_dies_while_a_newcomer_enters(made: Callable[..., Jobs]) -
     job.check_replicas()
 
 
-def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs]) -> None:
-    job = made(job={"min_ranks": 2, "max_ranks": 2})
+@pytest.mark.parametrize("by", ["arguments", "environment"])
+def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs], by: str) -> None:
+    job = made(**({"job": {"min_ranks": 2, "max_ranks": 2}} if by == "arguments" else {}))
+    if by == "environment":
+        job.environ |= {"RINGDP_MIN_RANKS": "2", "RINGDP_MAX_RANKS": "2"}
     job.start(2)
     first = job.pids()[0]
     job.until_step(3)

@@ -250,6 +250,9 @@ def test_a_notice_lets_the_ranks_of_a_host_leave(tmp_path: Path, jobs: list[Job]
         (["--join", "node1:29400", "--nnodes", "2"], "--join names the job"),
         (["--elastic", "--nnodes", "1:2"], "needs --rdzv-backend c10d"),
         (["--elastic", "--max-replacements", "-1"], "a number from 0 on"),
+        (["--min-ranks", "2"], "--min-ranks and --max-ranks need --elastic"),
+        (["--elastic", "--max-ranks", "0"], "--max-ranks 0 must be a number of ranks, at least 1"),
+        (["--elastic", "--min-ranks", "3", "--max-ranks", "2"], "--max-ranks 2 is below --min-ranks 3"),
     ],
 )
 def test_flags_that_cannot_be(tmp_path: Path, jobs: list[Job], arguments: list[str], words: str) -> None:
