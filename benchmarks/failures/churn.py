@@ -13,7 +13,7 @@ to a random rank, `first` to rank 0, `two` to two at once, `repair` to one and t
 
 Jobs of the kind `job` (`ringdp.elastic.Job`) last for 60 to 120 s: their launcher replaces ranks, and `leave` sends
 SIGTERM to one, `join` starts `ringrun --join` beside them, `newcomer` kills a process that comes. `topk` has error
-feedback, micro-batches and a BalancedSampler; `rounds` and `rounds-int4` are DiLoCo over two sites.
+feedback, micro-batches and a BalancedSampler; `job-rounds` is a Job of DiLoCo, a rank a site; `rounds` and `rounds-int4` are DiLoCo over two sites.
 
 After each job, of what its ranks have written down: a step that counts has the same gradients and parameters, to the
 bit, on all ranks, dead ones included; its mean is exactly the one of the members of one view, computed without RingDP
@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures import churn_checks
-from benchmarks.failures.churn_rank import KINDS, LAUNCHER
+from benchmarks.failures.churn_rank import KINDS, LAUNCHER, WITH_JOB
 from benchmarks.lib import session
 from benchmarks.lib.ranks import ROOT, start, stop_all
 
@@ -70,7 +70,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", default="2,10", help="seconds between two faults, at least and at most (2,10)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is random but the machine (1)")
     parser.add_argument(
-        "--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; in jobs of the kind job all"
+        "--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; in jobs of ranks that come all"
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of jobs: {', '.join(KINDS)}")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a rank hangs (60)")
@@ -314,7 +314,7 @@ class Joined(Job):
         told = [self.told(pid) for pid in self.pids()]
         for one in told:
             churn_checks.read_audit(self.folder, one)
-        problems = churn_checks.wrong_where_ranks_come(told, self.alive)
+        problems = churn_checks.wrong_where_ranks_come(told, self.kind, self.alive)
         hurt = {pid for fault in self.faults if fault.what not in ("leave", "join", "stop") for pid in fault.victims}
         for fault in self.faults:
             for one in told:
@@ -349,7 +349,7 @@ def churn(job: Joined, number: int, random_: random.Random) -> None:
         job.go_on()
         fault = job.faults[-1]
         said = f"{time.time() - fault.at:.1f} s; {len(job.alive)} members, {len(job.coming) + job.starting()} come"
-        print(f"  job {number} (job) {fault.what} of {fault.victims}: {said}", flush=True)
+        print(f"  job {number} ({job.kind}) {fault.what} of {fault.victims}: {said}", flush=True)
     job.until(job.is_complete, "newcomers that come")
 
 
@@ -391,7 +391,7 @@ def run(folder: Path, number: int, args: argparse.Namespace, random_: random.Ran
     """One job."""
     outcome = Outcome(random_.choice(args.kinds))
     problems = outcome.problems
-    job = (Joined if outcome.kind == "job" else Job)(folder, outcome.kind, args)
+    job = (Joined if outcome.kind in WITH_JOB else Job)(folder, outcome.kind, args)
     try:
         if isinstance(job, Joined):
             churn(job, number, random_)
@@ -447,7 +447,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "kinds": Counter(it.kind for it in outcomes),
         "faults": Counter(fault for it in outcomes for fault in it.faults),
         "made_s": [one for it in outcomes for one in it.made_s],
-        "pauses_s": [it.pause_s for it in outcomes if it.kind == "job"],
+        "pauses_s": [it.pause_s for it in outcomes if it.kind in WITH_JOB],
     }
 
 

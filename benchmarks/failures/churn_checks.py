@@ -158,10 +158,11 @@ def wrong(told: list[Told], kind: str, survivors: Iterable[int]) -> list[str]:
     return problems
 
 
-def wrong_where_ranks_come(told: list[Told], survivors: Iterable[int]) -> list[str]:
+def wrong_where_ranks_come(told: list[Told], kind: str, survivors: Iterable[int]) -> list[str]:
     """Of a job of `ringdp.elastic`; its ranks are known by their pids. Steps are counted from 1."""
     living = set(survivors)
-    problems = _same_bits(told) + _samples(told) + _views_where_ranks_come(told)
+    problems = _same_bits(told) + (_samples if kind == "job" else _samples_of_rounds)(told)
+    problems += _views_where_ranks_come(told)
     last = max((one.steps[-1].number for one in told if one.steps), default=0)
     for one in told:
         if one.place in living and not (one.ended and one.steps and one.steps[-1].number == last):
@@ -323,19 +324,43 @@ def _samples(told: list[Told]) -> list[str]:
     seen: dict[int, Counter[int]] = defaultdict(Counter)
     for epoch, samples, _ in steps.values():
         seen[epoch].update(samples)
-    lines = {line for one in told for line in one.lines if "in no step: no batch" in line}
-    dropped: Counter[int] = Counter()
-    for line in lines:
-        if found := re.search(r"epoch (\d+): (\d+) samples", line):
-            dropped[int(found[1])] += int(found[2])
+    dropped = _dropped(told)
     last = max(seen, default=0)
     for epoch, counts in seen.items():
         if twice := [sample for sample, times in counts.items() if times > 1]:
             problems.append(f"epoch {epoch} has samples twice: {twice}")
         missing = SAMPLES - len(counts)
         if epoch < last and missing != dropped[epoch]:
-            problems.append(f"epoch {epoch} is without {missing} samples, and the lines name {dropped[epoch]}: {lines}")
+            problems.append(f"epoch {epoch} is without {missing} samples, and the lines name {dropped[epoch]}")
     return problems
+
+
+def _samples_of_rounds(told: list[Told]) -> list[str]:
+    """All ranks have the same samples in the mean of a round; in all rounds each sample is as often as there were
+    epochs, or once more, or a line says how many are in none."""
+    problems = []
+    rounds: dict[int, tuple[int, list[int], list[int]]] = {}
+    for one in told:
+        for number, ledger in one.ledgers.items():
+            if rounds.setdefault(number, ledger) != ledger:
+                problems.append(f"place {one.place} had other samples in round {number}: {ledger}, {rounds[number]}")
+    counts = Counter(sample for _, samples, _ in rounds.values() for sample in samples)
+    epochs = max((epoch for epoch, _, _ in rounds.values()), default=0)
+    if often := [sample for sample, times in counts.items() if times > epochs + 1]:
+        problems.append(f"samples {often} are in more than {epochs + 1} rounds")
+    missing = sum(max(epochs - counts[sample], 0) for sample in range(SAMPLES))
+    if missing > (dropped := sum(_dropped(told).values())):
+        problems.append(f"{epochs} epochs are without {missing} samples, and the lines name {dropped}")
+    return problems
+
+
+def _dropped(told: list[Told]) -> Counter[int]:
+    """By epoch, the samples that lines say are in no step."""
+    dropped: Counter[int] = Counter()
+    for line in {line for one in told for line in one.lines if "in no step: no batch" in line}:
+        if found := re.search(r"epoch (\d+): (\d+) samples", line):
+            dropped[int(found[1])] += int(found[2])
+    return dropped
 
 
 def _audited(told: list[Told], steps: dict[int, tuple[int, list[int], list[int]]]) -> list[str]:

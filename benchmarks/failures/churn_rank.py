@@ -47,6 +47,7 @@ PLACES = 400
 """Of a job in which ranks come."""
 MICRO_EVERY = 5  # steps of topk, of which one has two batches
 ROUND_STEPS = 6
+WITH_JOB = ("job", "job-rounds")
 CODES = {"rounds": "int8", "rounds-int4": "int4"}
 
 
@@ -297,6 +298,45 @@ def train_job(run: Run) -> None:
                 return
 
 
+def train_job_of_rounds(run: Run) -> None:
+    """The same with rounds of steps that each rank makes alone. The ledger's mean says which samples a round has."""
+    import ringdp
+    from ringdp.job import elastic
+
+    group: Any = torch.distributed.group.WORLD
+    module = Functional((SAMPLES + PLACES,))
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    rounds = ringdp.DiLoCo(module, optimizer, every=ROUND_STEPS, outer={"lr": 1.0, "momentum": 0.0})
+    job = ringdp.elastic.Job(rounds, optimizer)
+    job.on_change(lambda it: run.record.write("change", it.step, it.now, it.lost, it.left, it.joined, it.seconds))
+    loader = job.loader(TensorDataset(torch.arange(SAMPLES)), BATCH)
+    counted, total = rounds.counted, torch.zeros(SAMPLES + PLACES)
+    run.begins()
+    for epoch in job.epochs(1_000_000):
+        for (mine,) in loader:
+            place = elastic.places(group)[group.rank()]
+            with rounds.global_parameters():
+                total = module.parts[-1].detach().clone()
+            given = [*(one / 1024 for one in coefficients(place, job.step)), entry(place, mine.tolist())]
+            module(torch.ones(len(mine), 1), given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with rounds.global_parameters():
+                now, bits = module.parts[-1].detach().clone(), digest(list(module.parts))
+            if rounds.counted != counted:
+                counted = rounds.counted
+                members = elastic.places(group, counted[1])
+                times = ((total - now)[:SAMPLES] * len(members)).round().int().tolist()
+                samples = [sample for sample, often in enumerate(times) for _ in range(often)]
+                run.record.write(
+                    "ledger", rounds.round, epoch, " ".join(map(str, samples)), " ".join(map(str, members))
+                )
+            run.record.step(job.step, group.size(), 0.0, "", bits)
+            if run.is_over(job.step):
+                job.close()
+                return
+
+
 def train_rounds(code: str, run: Run) -> None:
     """DiLoCo over two sites, whose ranks average their gradients."""
     import ringdp
@@ -333,13 +373,14 @@ KINDS: dict[str, Callable[[Run], None]] = {
     **{kind: functools.partial(train, kind) for kind in PLAIN},
     "topk": train_top_k,
     "job": train_job,
+    "job-rounds": train_job_of_rounds,
     **{kind: functools.partial(train_rounds, code) for kind, code in CODES.items()},
 }
 
 
 def main() -> None:
     folder, kind, pause_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    run = Run(folder, pause_s, str(os.getpid()) if kind == "job" else os.environ["RANK"])
+    run = Run(folder, pause_s, str(os.getpid()) if kind in WITH_JOB else os.environ["RANK"])
     stacks = open(folder / f"stacks-{run.name}", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     signal.signal(signal.SIGUSR1, raises)

@@ -17,7 +17,8 @@ from ringdp.errors import MismatchError, RingError
 from ringdp.job import elastic
 
 _log = logging.getLogger("ringdp.elastic")
-_ENTRY_PAUSE_S = 0.001
+_ENTRY_PAUSE_S = 0.001  # the members wait for a newcomer to see its entry
+_OF_THE_WAIT = 0.01  # longer pauses are so much of the time that has passed: a round may take minutes
 _FIRST_NOTICE_S = 10.0
 
 
@@ -63,6 +64,7 @@ def wait_for_entry(
 
     tried = 0
     met: World | None = None
+    met_s = 0.0
     notice_s = _FIRST_NOTICE_S
     began_s = time.monotonic()
     while not where.over():
@@ -78,7 +80,8 @@ def wait_for_entry(
             if time.monotonic() - began_s > notice_s:
                 _log.warning("waits to be let into the running job, at the beginning of a step")
                 notice_s *= 2
-            time.sleep(LOOK_S / 2 if met is None else _ENTRY_PAUSE_S)
+            since_s = _OF_THE_WAIT * (time.monotonic() - met_s)
+            time.sleep(LOOK_S / 2 if met is None else min(max(since_s, _ENTRY_PAUSE_S), LOOK_S))
             continue
         tried = world.number
         rank = world.places.index(origin.place_of(ticket))
@@ -91,5 +94,5 @@ def wait_for_entry(
         if met is None or where.entry(met) is None:
             meeting.prepare(group)
             where.confirm(world, ticket)
-            met = world
+            met, met_s = world, time.monotonic()
     return None

@@ -224,7 +224,7 @@ OF_COMING: dict[str, tuple[Callable[[list[Told]], object], str]] = {
 
 
 def test_a_right_history_of_ranks_that_come() -> None:
-    assert churn_checks.wrong_where_ranks_come(coming(), (10, 11, 12)) == []
+    assert churn_checks.wrong_where_ranks_come(coming(), "job", (10, 11, 12)) == []
 
 
 @pytest.mark.parametrize("what", OF_COMING)
@@ -232,8 +232,45 @@ def test_what_is_wrong_where_ranks_come_is_found(what: str) -> None:
     told = coming()
     breaks, words = OF_COMING[what]
     breaks(told)
-    problems = churn_checks.wrong_where_ranks_come(told, (10, 11, 12))
+    problems = churn_checks.wrong_where_ranks_come(told, "job", (10, 11, 12))
     assert any(words in problem for problem in problems), problems
+
+
+def coming_in_rounds() -> list[Told]:
+    """The same with rounds of six steps, each of which has 60 samples: an epoch is ten of them."""
+    told = coming()
+    for one in told:
+        one.ledgers.clear()
+        one.audit.clear()
+        for number in range(7 if one.pid == 12 else 1, 24):
+            samples = [(number - 1) % 10 * 60 + it for it in range(60)]
+            one.ledgers[number] = ((number - 1) // 10, samples, [0, 1] if number < 7 else [0, 1, 2])
+    return told
+
+
+OF_ROUNDS_THAT_COME: dict[str, tuple[Callable[[list[Told]], object], str]] = {
+    "other_samples": (
+        lambda told: told[2].ledgers.update({9: (0, [1], [0, 1, 2])}),
+        "place 12 had other samples in round 9",
+    ),
+    "a_round_without_some": (
+        lambda told: [one.ledgers.update({4: (0, list(range(180, 230)), [0, 1])}) for one in told],
+        "2 epochs are without 10 samples, and the lines name 0",
+    ),
+    "dealt_twice": (
+        lambda told: [one.ledgers.update({23: (2, [7] * 60, [0, 1, 2])}) for one in told],
+        "samples [7] are in more than 3 rounds",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [None, *OF_ROUNDS_THAT_COME])
+def test_samples_of_rounds_where_ranks_come(what: str | None) -> None:
+    told = coming_in_rounds()
+    breaks, words = OF_ROUNDS_THAT_COME[what] if what else (lambda told: None, "")
+    breaks(told)
+    problems = churn_checks.wrong_where_ranks_come(told, "job-rounds", (10, 11, 12))
+    assert any(words in problem for problem in problems) if what else problems == []
 
 
 def test_a_pause_is_without_the_time_for_which_ranks_were_stopped() -> None:
