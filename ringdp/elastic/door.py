@@ -25,6 +25,8 @@ TOGETHER_S = 0.1
 """Newcomers that come within so long of each other are let in together."""
 MOST_FAILURES = 5
 """Of worlds with a newcomer that was not let in."""
+MOST_TICKETS = 1000
+"""The newest ones; a store on a network takes what anybody writes."""
 MEET_S = 5.0
 """A newcomer has so long to connect."""
 
@@ -134,10 +136,15 @@ class Door:
         """The tickets of processes that live, fit, and are no members, in their order."""
         now_s = time.monotonic()
         waiting = []
-        for ticket in range(1, self._board.handed_in() + 1):
+        last = self._board.handed_in()
+        for ticket in range(max(last - MOST_TICKETS, 0) + 1, last + 1):
             if self._origin.place_of(ticket) in members:
                 self._done.add(ticket)
-            if ticket in self._done or not self._board.has_ticket(ticket):
+            if ticket in self._done:
+                continue
+            if not self._board.has_ticket(ticket):
+                if now_s - self._first_s.setdefault(ticket, now_s) > GONE_S:
+                    self._done.add(ticket)
                 continue
             count, since_s = self._seen.get(ticket, (-1, now_s))
             if (life := self._board.life(ticket)) != count:

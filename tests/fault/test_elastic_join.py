@@ -277,6 +277,8 @@ def test_nonsense_in_the_store_and_a_full_disk_hold_nobody_up(made: Callable[...
     }.items():
         job.store.set(f"ringdp/elastic/0/{key}", value)
     job.store.add("ringdp/elastic/0/tickets", 2)
+    job.until(lambda: sum("cannot be read" in it["text"] for it in job.events("log")) == 2)
+    job.store.add("ringdp/elastic/0/tickets", 10**6)  # which nobody has handed in
     later = job.join()
     job.until(lambda: job.events("begins", later))
     assert [it["ranks"] for it in job.wait()] == [3, 3, 3]

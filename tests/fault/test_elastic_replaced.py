@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -170,6 +173,35 @@ def test_a_launcher_whose_last_rank_dies_stays_for_those_of_others(
     (tmp_path / "finish").touch()
     for job in launched:
         assert job.wait(30) == 0, job.err
+
+
+@pytest.mark.parametrize("told", ["rank", "launcher"])
+def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Path, jobs: list[Job], told: str) -> None:
+    """SIGTERM to the only rank of the first launcher, which stays and keeps the store for the others; or to that
+    launcher, with which the store goes."""
+    text = re.sub(r"float\(not first .*\)$", f"float(os.path.exists('{tmp_path}/finish')))", TRAIN, flags=re.M)
+    here = f"open(f'{tmp_path}/pid-{{int(first)}}', 'w').write(str(os.getpid()))"
+    text = text.replace("    for epoch in", f"    {here}\n    for epoch in")
+    program, endpoint = script(tmp_path, text), f"127.0.0.1:{free_port()}"
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements", "0"]
+    meeting = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first = run(jobs, tmp_path / "first", *meeting, *common, program)
+    wait_until(lambda: joining.running("127.0.0.1", int(endpoint.rpartition(":")[2]), "none"), "the job")
+    second = run(jobs, tmp_path / "second", "--join", endpoint, *common, program)
+    wait_until(lambda: "joined as rank 1 of 2" in second.err, "the second rank", 30)
+    pid = first.process.pid if told == "launcher" else int((tmp_path / "pid-1").read_text())
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: "left (SIGTERM)" in second.err, "the leave", 30)
+    time.sleep(3.0)
+    assert second.process.poll() is None, second.err
+    (tmp_path / "finish").touch()
+    assert second.wait(30) == 0, second.err
+    assert "rank 0 of 1: " in second.out
+    assert first.wait(30) == (0 if told == "rank" else 128 + signal.SIGTERM), first.err
 
 
 STOPS = """
