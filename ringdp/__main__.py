@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ringdp.tools import env, timeline, top, track
+from ringdp.tools import env, store, timeline, top, track
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 from ringdp.tools.hang import dump, explain
 
-TOOLS = (bench, doctor, dump, env, explain, timeline, top, track)
+TOOLS = (bench, doctor, dump, env, explain, store, timeline, top, track)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
@@ -23,6 +23,7 @@ examples:
   python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
   python -m ringdp explain logs/RUN               why a job hangs or failed
   python -m ringdp env                            versions and settings, for a report of a fault
+  python -m ringdp store --port 29400             the store of an elastic job, on a host that outlives the job's
   python -m ringdp track metrics/ --to wandb      the metrics to wandb or MLflow
   python -m ringdp top metrics/                   which ranks wait for which others, while the job runs
 """

@@ -322,7 +322,8 @@ class Joined(Job):
                 if fault.what == "leave" and one.place in fault.victims and not (one.left == 0 or one.ended):
                     problems.append(f"process {one.place} was told to leave, and did not: {one.left}")
         for number, code in enumerate(codes):
-            if code != 0 and not any(it.launcher == number and it.place in hurt for it in told if number):
+            late = "the job ended before this process could join it" in (self.folder / f"said-{number}").read_text()
+            if code != 0 and not late and not any(it.launcher == number and it.place in hurt for it in told if number):
                 problems.append(f"the exit code of launcher {number} is {code}")
         stops = [(fault.began, fault.at) for fault in self.faults if fault.what.startswith("stop")]
         longest, at, pid = max(churn_checks.pauses(told, stops), default=(0.0, 0.0, 0))

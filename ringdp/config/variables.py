@@ -98,6 +98,10 @@ The keys of a start have this, and its number, in front."""
 JOB_OVER = "over"
 """The key of a start which says that the training has ended."""
 
+STORE_KEPT = "ringdp/kept"
+"""The key that a store has where `python -m ringdp store` keeps it, and no launcher; its value is the job's name, or
+"" before there is one."""
+
 JOB_STORE = "ringdp/job_store"
 """The key, in the store of the launchers' rendezvous, of the elastic jobs that have met there, by line; with a name of
 these behind it, that of the store of its ranks."""

@@ -94,7 +94,8 @@ class BalancedSampler(torch.utils.data.Sampler[list[int]]):
             )
 
         self._settings = compare_settings(checked, self._group)
-        self._place = ranks[self._rank]
+        # One of `ranks` may be lost by now, and this rank's number another one.
+        self._place = 0 if self._group is None else places(self._group)[self._rank]
         self._epochs = Epochs(self._settings.batches)
         self._untrained: dict[int, list[int]] = {}  # samples of batches that lost ranks had a part in, to be dealt anew
         self._cost = cost

@@ -76,12 +76,14 @@ class World:
         view: of the members that it names.
         tickets: of the newcomers.
         places: by rank in it, the numbers that ranks have for good: the members' in their order, then newcomers'.
+        seconds: in which they have to connect to each other.
     """
 
     number: int
     view: int
     tickets: list[int]
     places: list[int]
+    seconds: float
 
     @property
     def name(self) -> str:
@@ -101,7 +103,7 @@ def _read(kind: type[_Read], text: str) -> _Read | None:
         made = kind(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    kinds = {"int": int, "str": str, "list": list, "dict": dict}
+    kinds = {"int": int, "float": float, "str": str, "list": list, "dict": dict}
     right = ((getattr(made, it.name), str(it.type).partition("[")) for it in dataclasses.fields(kind))
     return made if all(isinstance(value, kinds[name]) for value, (name, _, _) in right) else None
 
@@ -163,8 +165,8 @@ class Board:
     def refuse(self, ticket: int, reason: str) -> None:
         self.store.set(f"refused/{ticket}", reason)
 
-    def propose(self, view: int, tickets: list[int], places: list[int]) -> World:
-        world = World(self.store.add("worlds/made", 1), view, tickets, places)
+    def propose(self, view: int, tickets: list[int], places: list[int], seconds: float) -> World:
+        world = World(self.store.add("worlds/made", 1), view, tickets, places, seconds)
         self.store.set(f"world/{world.number}", json.dumps(dataclasses.asdict(world)))
         self.store.set("worlds/latest", str(world.number))
         return world
@@ -198,10 +200,10 @@ class Met:
     """The connections of this process to the others of a world. Blocks for as long as one of them is missing.
 
     Raises:
-        RingError: one of them did not come within `timeout_s`, or could not be reached.
+        RingError: one of them did not come in time, or could not be reached.
     """
 
-    def __init__(self, board: Board, world: World, rank: int, start: int, timeout_s: float) -> None:
+    def __init__(self, board: Board, world: World, rank: int, start: int) -> None:
         from ringdp import _C
 
         settings = dataclasses.replace(config.RingConfig.from_environment(), epoch=start)
@@ -213,8 +215,8 @@ class Met:
             rank=rank,
             size=size,
             hello="",
-            timeout=timedelta(seconds=timeout_s),
-            first_notice_s=timeout_s,
+            timeout=timedelta(seconds=world.seconds),
+            first_notice_s=world.seconds,
             config=self._config,
         )
 

@@ -28,7 +28,7 @@ MOST_FAILURES = 5
 MOST_TICKETS = 1000
 """The newest ones; a store on a network takes what anybody writes."""
 MEET_S = 5.0
-"""A newcomer has so long to connect."""
+"""A newcomer has so long to connect, twice as long in the next try, and so on: the machines may be busy."""
 
 
 class Door:
@@ -57,7 +57,8 @@ class Door:
         self._counted = 0  # the number of the last one of these
         self._trouble = ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ringdp-door", daemon=True)
+        # Python waits for it when it ends: one in a core that meets others could not be ended without an abort.
+        self._thread = threading.Thread(target=self._run, name="ringdp-door", daemon=False)
 
     def open(self) -> None:
         elastic.admit(self._board.store)
@@ -66,7 +67,8 @@ class Door:
     def close(self, *, over: bool) -> None:
         """`over`: the training has ended."""
         self._stop.set()
-        self._thread.join(MEET_S)
+        if self._thread.is_alive():
+            self._thread.join(MEET_S)
         if over:
             with contextlib.suppress(dist.DistNetworkError, RuntimeError):
                 self._own.end()
@@ -89,7 +91,7 @@ class Door:
     # The thread.
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(LOOK_S) and threading.main_thread().is_alive():
             try:
                 if self._group.rank() == 0:
                     self._propose()
@@ -123,7 +125,8 @@ class Door:
             with self._held:  # while the members go on in the last one, a newcomer must not turn to another
                 if elastic.view_of(self._group) == view:
                     self._met = self._ready = None  # nor may they go on in one from which its newcomers turn away now
-                    self._board.propose(view, waiting, places + new)
+                    seconds = MEET_S * 2 ** max(self._failures.get(ticket, 0) for ticket in waiting)
+                    self._board.propose(view, waiting, places + new, seconds)
 
     def _count_failure(self, world: World) -> None:
         for ticket in world.tickets:
@@ -177,7 +180,7 @@ class Door:
             return
         self._tried = latest.number
         try:
-            met = Met(self._board, latest, latest.places.index(place), self._origin.start, MEET_S)
+            met = Met(self._board, latest, latest.places.index(place), self._origin.start)
         except RingError as error:
             _log.debug("%s was not met: %s", latest.name, error)
             self._board.give_up(latest)

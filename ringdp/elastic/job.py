@@ -38,7 +38,7 @@ from ringdp.text import count, number_of_ranks, ranks_by_number
 _log = logging.getLogger("ringdp.elastic")
 _SHARE = 0.005  # of the training's time that questions for newcomers may take
 _FIRST_NOTICE_S = 10.0
-_MOST_STEPS = 1000  # between two questions
+_LONGEST_PAUSE_S = 5.0  # between two questions, also where they cost more
 _REASON_BYTES = 200
 _ANSWER = struct.Struct("<qq??dd")
 _LONGEST_WAIT_S = 600.0  # for newcomers, where there are too few ranks
@@ -368,7 +368,8 @@ class Job:
             self._min_ranks = max(one.least for one in answers)
             least_cost_s = min(one.cost_s for one in answers)  # of the others a part is that they wait for that rank
             least_step_s = max(min(one.step_s for one in answers), 1e-6)
-            self._until_question = min(int(least_cost_s / (_SHARE * least_step_s)) + 1, _MOST_STEPS)
+            pause_s = min(least_cost_s / _SHARE, _LONGEST_PAUSE_S)
+            self._until_question = int(pause_s / least_step_s) + 1
             self._note_losses()
             if any(one.busy for one in answers):
                 self._until_question = 1  # its gradient is averaged soon

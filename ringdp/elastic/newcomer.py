@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringdp.elastic.board import Board, Met, World
-from ringdp.elastic.door import ALIVE_S, LOOK_S, MEET_S
+from ringdp.elastic.door import ALIVE_S, LOOK_S
 from ringdp.errors import MismatchError, RingError
 from ringdp.job import elastic
 
@@ -86,7 +86,7 @@ def wait_for_entry(
         tried = world.number
         rank = world.places.index(origin.place_of(ticket))
         try:
-            meeting = Met(where, world, rank, origin.start, MEET_S)
+            meeting = Met(where, world, rank, origin.start)
         except RingError as error:
             _log.debug("%s was not met: %s", world.name, error)
             where.give_up(world)

@@ -151,6 +151,8 @@ def report_to(
             if not self._together:
                 super()._rendezvous(worker_group)
                 self._first_store, self._alone = worker_group.store, False
+                if lost is not None and (kept := self._kept(worker_group)) is not None:
+                    worker_group.master_addr, worker_group.master_port = kept
                 if lost is not None and (worker_group.group_world_size or 1) > 1:
                     other_nodes.claim(self)
                 return
@@ -167,13 +169,16 @@ def report_to(
             group.group_rank, group.group_world_size = members.index(node), len(members)
             self._alone = len(members) == 1
             group.workers = self._assign_worker_ranks(group.store, group.group_rank, group.group_world_size, spec)
-            if members[0] != 0:  # which kept the ranks' store
+            if members[0] != 0 and self._kept(worker_group) is None:  # which kept the ranks' store
                 if group.group_rank == 0:
                     host = spec.local_addr or socket.getfqdn()
                     self._ranks_store = TCPStore(host, 0, None, True, wait_for_workers=False)
                 port = None if self._ranks_store is None else self._ranks_store.port
                 info = RendezvousStoreInfo.build(group.group_rank, group.store, spec.local_addr, port)
                 group.master_addr, group.master_port = info.master_addr, info.master_port
+
+        def _kept(self, worker_group: WorkerGroup) -> tuple[str, int] | None:
+            return joining.kept(worker_group.store, worker_group.spec.rdzv_handler.get_run_id())
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
             failed = worker_group.state is not WorkerState.HEALTHY

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ringdp.config import JOB_OVER, JOB_START, JOB_STORE, read_address
+from ringdp.config import JOB_OVER, JOB_START, JOB_STORE, STORE_KEPT, read_address
 
 _CONNECT_S = 3.0
 _GUESTS = f"{JOB_START}/guests"
@@ -27,6 +27,20 @@ def publish(store: Store, run_id: str, address: str) -> None:
     root.set(f"{JOB_STORE}/{run_id}", address)
     ids = root.get(JOB_STORE).decode().split("\n") if root.check([JOB_STORE]) else []
     root.set(JOB_STORE, "\n".join(dict.fromkeys([*ids, run_id])))
+
+
+def kept(store: Store, run_id: str) -> tuple[str, int] | None:
+    """The address of the rendezvous's store, if a process of its own keeps it, for this job; None: a launcher does.
+
+    Raises:
+        ValueError: it is that of another job.
+    """
+    root = _root(store)
+    if not root.check([STORE_KEPT]):
+        return None
+    if (name := root.compare_set(STORE_KEPT, "", run_id).decode()) != run_id:
+        raise ValueError(f"the store at {root.host}:{root.port} is that of the job {name}: start one for each job")
+    return root.host, root.port
 
 
 def running(host: str, port: int, run_id: str) -> bool:
@@ -106,7 +120,7 @@ def _is_over(store: Store) -> bool:
     return store.check([f"{JOB_START}/{number}/{JOB_OVER}"])
 
 
-def _root(store: Any) -> Store:
+def _root(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

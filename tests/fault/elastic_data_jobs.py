@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ringdp
 from ringdp.data import BalancedSampler, Limits, follow
+from ringdp.data import sampler as sampler_module
 from tests.fault.elastic_jobs import telling
 from tests.fault.faults import Faults
 
@@ -129,4 +131,29 @@ def prepared(folder: str, faults: Faults, samples: int, epochs: int) -> list[lis
                     faults.at(place, epoch)("forward")
                 seen[-1] += mine.tolist()
                 (model(x[mine]) - y[mine]).square().mean().backward()
+    return seen
+
+
+def lost_when_it_was_made(folder: str) -> list[int]:
+    """Rank 0 dies when the samplers have been compared, and the others notice before theirs go on. Returns an epoch's
+    samples."""
+    x, y = data(48)
+    seen: list[int] = []
+    compare = sampler_module.compare_settings
+
+    def then_lost(*given: Any) -> Any:
+        found = compare(*given)
+        if place == 0:
+            os._exit(9)
+        ringdp.metrics.mean(1.0)
+        return found
+
+    with telling(folder) as (_, place):
+        model = ringdp.RingDP(net(), weight="samples")
+        with mock.patch.object(sampler_module, "compare_settings", then_lost):
+            sampler = BalancedSampler(48, 12, seed=3, balance="equal")
+        sampler.watch(model)
+        for mine in sampler:
+            seen += mine
+            (model(x[mine]) - y[mine]).square().mean().backward()
     return seen

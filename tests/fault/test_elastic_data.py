@@ -93,6 +93,12 @@ def test_a_balanced_sampler(tmp_path: Path, number: int) -> None:
     check_weights(told, parts, job["samples"])
 
 
+def test_a_rank_that_is_lost_while_samplers_are_made(tmp_path: Path) -> None:
+    outcomes = run_outcomes(jobs.lost_when_it_was_made, str(tmp_path), world_size=3, backend=None)
+    assert "died with code 9" in (outcomes[0].text or "")
+    assert sorted(sample for one in outcomes[1:] for sample in one.value) == list(range(48))
+
+
 def test_a_state_saved_behind_a_loss_has_what_is_left(tmp_path: Path) -> None:
     """The step that was made again without a rank, and before the sampler has split anew."""
     told, parts = train(tmp_path, Faults().kill(2, 3, "first bucket"), ahead=(2, 0, 1, 0), epochs=1, save_at=3)

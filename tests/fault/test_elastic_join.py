@@ -326,7 +326,7 @@ def die_in_the_transfer() -> None:
 def die_before_the_first_step() -> None:
     from ringdp.elastic.job import Job
 
-    Job._begin_again = lambda *_: os._exit(7)  # type: ignore[method-assign]
+    Job._begin_again = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -202,6 +204,42 @@ def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Pat
     assert second.wait(30) == 0, second.err
     assert "rank 0 of 1: " in second.out
     assert first.wait(30) == (0 if told == "rank" else 128 + signal.SIGTERM), first.err
+
+
+def test_a_store_on_a_host_of_its_own_outlives_the_first_host(tmp_path: Path, jobs: list[Job]) -> None:
+    """All of the first host is gone, its launcher and rank: the others go on, and ranks still come."""
+    text = re.sub(r"float\(not first .*\)$", f"float(os.path.exists('{tmp_path}/finish')))", TRAIN, flags=re.M)
+    program, port = script(tmp_path, text), free_port()
+    for name in ("first", "second", "third", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    keeper = subprocess.Popen([sys.executable, "-m", "ringdp", "store", "--port", str(port)], stdout=subprocess.PIPE)
+    try:
+        assert keeper.stdout is not None
+        assert b"the store of one job, at " in keeper.stdout.readline()
+        at = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id"]
+        common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements", "0"]
+        two = [
+            run(jobs, tmp_path / name, *at, "job", "--nnodes", "2", *common, program) for name in ("first", "second")
+        ]
+        wait_until(lambda: any("ringrun: rank 0 of 2" in job.err for job in two), "the ranks", 60)
+        first, second = sorted(two, key=lambda job: "ringrun: rank 1 of 2" in job.err)
+        wait_until(lambda: joining.running("127.0.0.1", port, "job"), "the job")
+        wait_until(lambda: "admits" in {it.name for it in first.run_folder().rglob("*")}, "the first step")
+        first.kill()
+        wait_until(lambda: "1 of 2 ranks go on" in second.err, "the loss", 30)
+        third = run(jobs, tmp_path / "third", "--join", f"127.0.0.1:{port}", *common, program)
+        wait_until(lambda: "joined as rank 1 of 2" in third.err, "the newcomer", 60)
+        other = run(jobs, tmp_path / "other", *at, "another", *common, program)
+        assert other.wait(30) == 1
+        assert f"the store at 127.0.0.1:{port} is that of the job job: start one for each job" in other.err
+        (tmp_path / "finish").touch()
+        for job in (second, third):
+            assert job.wait(30) == 0, job.err
+    finally:
+        keeper.terminate()
+        assert keeper.wait(10) == 0
 
 
 STOPS = """
