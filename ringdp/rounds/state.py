@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression import saved
-from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named
@@ -77,7 +76,8 @@ def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
 def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     members = rounds.members
     for exchange in rounds.exchanges:
-        exchange.follow_members()
+        if exchange.codes is not None:
+            exchange.codes.follow_members()
     own: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {
         "format": _FORMAT,
@@ -96,7 +96,9 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     for number, (fragment, exchange) in enumerate(zip(rounds.fragments, rounds.exchanges, strict=True)):
         local = torch.empty_like(fragment.total)
         fragment.read(local)
-        residuals = {piece.name: exchange.residuals.current(piece.name) for piece in fragment.pieces}
+        residuals: dict[str, Tensor | None] = {}
+        if exchange.codes is not None:
+            residuals = {piece.name: exchange.codes.residuals.current(piece.name) for piece in fragment.pieces}
         if consolidated:
             local = _mean(local, members)
             residuals = _mean_residuals(fragment, exchange, residuals)
@@ -105,7 +107,7 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
             state["global"][piece.name] = piece.of(fragment.total).clone()
             state["outer"][piece.name] = {key: _part(fragment, piece, value) for key, value in outer.items()}
             own[piece.name] = {"local": piece.of(local).clone()}
-            owed = residuals[piece.name]
+            owed = residuals.get(piece.name)
             if owed is not None:
                 own[piece.name]["residual"] = owed.clone()
         if number in rounds.flights:
@@ -123,16 +125,16 @@ def load_state_dict(rounds: Rounds, state: Mapping[str, Any]) -> None:
     rounds.since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds.flights.clear()
     for number, (fragment, exchange) in enumerate(zip(fragments, rounds.exchanges, strict=True)):
-        exchange.follow_members()
+        if exchange.codes is not None:
+            exchange.codes.follow_members()
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
             piece.of(fragment.buffer).copy_(own[piece.name]["local"])
-            exchange.residuals.drop(piece.name)
-            if (owed := own[piece.name].get("residual")) is not None:
-                owed = owed.to("cpu", copy=True)
-                if consolidated and members.size() > 1:
-                    owed *= _owned(exchange, piece)
-                exchange.residuals.set(piece.name, owed)
+            if exchange.codes is not None:
+                exchange.codes.residuals.drop(piece.name)
+                if (owed := own[piece.name].get("residual")) is not None:
+                    owed = owed.to("cpu")
+                    exchange.codes.residuals.set(piece.name, exchange.codes.part(piece, owed) if consolidated else owed)
         fragment.write(fragment.buffer)
         rounds.outer[number].load(_joined(fragment, state["outer"]))
         if (flight := state["in_flight"].get(str(number))) is not None:
@@ -282,27 +284,15 @@ def _since(rounds: Rounds, consolidated: bool) -> list[list[float]]:
 def _mean_residuals(
     fragment: Fragment, exchange: FragmentExchange, residuals: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """The residual of the mean: each rank's part by `saved.share_of_residual`, added up."""
+    """The residual of the mean over ranks: their shares, added up."""
     means: dict[str, Tensor | None] = dict(residuals)
-    if exchange.group is None:
+    if exchange.group is None or exchange.codes is None:
         return means
     for piece in fragment.pieces:
         residual = residuals[piece.name]
         if residual is not None:
-            share = saved.share_of_residual(residual, _owned(exchange, piece), exchange.ranks)
+            share = exchange.codes.share(piece, residual)
             with named("rounds: mean of what codes owe"):
                 dist.all_reduce(share, group=exchange.group)
             means[piece.name] = share
     return means
-
-
-def _owned(exchange: FragmentExchange, piece: Piece) -> Tensor:
-    """bool [count]: the elements whose mean this rank computes."""
-    from ringdp import _C
-
-    mask = torch.zeros(piece.count, dtype=torch.bool, device="cpu")
-    if exchange.codes:
-        assert exchange.group is not None
-        for begin, end in _C.owned_elements(exchange.group, piece.count, owner_offset_of(piece.name)):
-            mask[begin:end] = True
-    return mask
