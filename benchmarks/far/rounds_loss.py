@@ -1,10 +1,10 @@
 """What rounds do to the loss: each step exact, and rounds with exact changes, int4 and sparse2, equal tokens, by seed.
 
     python -m benchmarks rounds_loss --ranks 4                      3 seeds, 2,500 steps, rounds of 15, 50 and 100
-    python -m benchmarks rounds_loss --ranks 4 --every 50 --ways sparse2 --decay 0.9 --outer-lr 0.7
+    python -m benchmarks rounds_loss --ranks 4 --every 50 --ways "sparse2 1/16" --decay 0.9 --outer-lr 0.7
 
 The GPT of examples/char_lm.py, 0.12 M parameters, new; AdamW with OneCycleLR; the first --warm-up of the steps average
-gradients exactly, then rounds begin, of one fragment without delay, each with its default `outer`. Printed are nats per
+gradients exactly, then rounds begin, of one fragment without delay, with the default `outer`. Printed are nats per
 character on text that was not trained on, after the last round, and how many times fewer bytes than exact steps rounds
 have sent; differences are between runs of the same seed, with 95 % intervals.
 """
@@ -26,14 +26,15 @@ from benchmarks.lib.measure import interval, table
 from examples.char_lm import GPT
 from ringdp.compression import ErrorFeedback, Sparse2
 
-WAYS = ("exact", "int4", "sparse2")
+WAYS = {"exact": 0.0, "int4": 0.0, "sparse2": 1 / 64, "sparse2 1/16": 1 / 16, "sparse2 1/4": 1 / 4}
+"""How changes are encoded, and the density of that."""
 EACH_STEP = "each step exact"
 
 
 def codec_of(way: str, given: dict[str, Any]) -> Any:
-    if way != "sparse2":
+    if not WAYS[way]:
         return None if way == "exact" else way
-    return Sparse2(given["density"], error_feedback=ErrorFeedback(given["decay"]))
+    return Sparse2(WAYS[way], error_feedback=ErrorFeedback(given["decay"]))
 
 
 def average_gradients(module: nn.Module, group: Any) -> None:
@@ -56,7 +57,8 @@ def train(way: str, every: int, seed: int, given: dict[str, Any], group: Any) ->
     schedule = torch.optim.lr_scheduler.OneCycleLR(inner, options.lr, total_steps=given["steps"], pct_start=0.1)
     draw = torch.Generator().manual_seed(seed * 10_007 + dist.get_rank())
     rounds: ringdp.DiLoCo | None = None
-    outer = {"lr": given["outer_lr"]} if way == "sparse2" and given["outer_lr"] else None
+    numbers = {"lr": given["outer_lr"], "momentum": given["outer_momentum"], "nesterov": given["outer_momentum"] > 0}
+    outer = numbers if WAYS[way] else None
     for step in range(given["steps"]):
         if every and step == given["warm_up"]:
             codec = codec_of(way, given)
@@ -92,7 +94,7 @@ def run_rank(joined: session.Joined) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "density", "outer_lr")
+    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "outer_lr", "outer_momentum")
     return {name: getattr(args, name) for name in names} | {"warm_up": round(args.warm_up * args.steps)}
 
 
@@ -111,19 +113,19 @@ def report(result: dict[str, Any]) -> str:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--ways", default="exact,int4,sparse2", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--every", default="15,50,100", help="steps of a round (15,50,100)")
     parser.add_argument("--seeds", type=int, default=3, help="how many (3)")
     parser.add_argument("--first-seed", type=int, default=0, help="(0)")
     parser.add_argument("--steps", type=int, default=2500, help="of each rank (2500)")
     parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (0.1)")
     parser.add_argument("--decay", type=float, default=0.95, help="of sparse2's residual (0.95)")
-    parser.add_argument("--density", type=float, default=1 / 64, help="of sparse2 (1/64)")
-    parser.add_argument("--outer-lr", type=float, default=0.0, help="of sparse2's rounds; 0: the default")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="of sparse2's rounds (1)")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="of sparse2's rounds, Nesterov's (0)")
 
 
 def check(args: argparse.Namespace) -> None:
-    args.ways = session.chosen(args.ways, WAYS)
+    args.ways = session.chosen(args.ways, tuple(WAYS))
     args.every = [int(it) for it in args.every.split(",")]
     session.at_least(1, seeds=args.seeds, steps=args.steps, every=min(args.every))
     if not 0 <= args.warm_up < 1:
