@@ -74,9 +74,11 @@ class Sparse2:
         )
 
     def decompress_add(self, payload: Payload, info: Info, total: Tensor) -> Tensor:
-        """`total`, flat, with the elements added in place: only those that were sent cost time."""
+        """`total`, flat, with the elements added in place: only those that were sent cost time. All of it is NaN where
+        one of the encoded elements was not finite."""
         here = _on_host(total)
-        self.add(here, check_payload("Sparse2", payload))
+        if not self.add(here, check_payload("Sparse2", payload)):
+            here.fill_(torch.nan)
         return total if here is total else total.copy_(here)
 
     def entries(self, payload: Payload) -> int:
