@@ -27,7 +27,7 @@ from ringdp.rounds.fragments import Fragment, Piece
 if TYPE_CHECKING:
     from ringdp import _C
 
-DECAY = 0.95  # arXiv 2508.15706 and 2603.08163
+DECAY = 0.95  # arXiv 2603.08163
 
 
 class NativeCodec(Protocol):
