@@ -824,6 +824,27 @@ def set_stack_source(
 def shut_down_all() -> None:
     """Leave all jobs and end the threads; for the end of the process."""
 
+def sparse2_add(sum: torch.Tensor, code: torch.Tensor, kept: int, weight: float = 1.0) -> bool:
+    """sum += weight * decode(code), in place, float32 [numel]. Returns whether the code's elements were finite.
+    Raises ValueError for bytes that are not a code of so many elements.
+    """
+
+def sparse2_bytes(numel: int, kept: int) -> int:
+    """Bytes of the sparse2 code of `numel` elements, `kept` of each 4,096."""
+
+def sparse2_encode(
+    code: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+    factor: float,
+    decay: float,
+    kept: int,
+) -> bool:
+    """Write the sparse2 code of v = x + factor * decay * residual, and v - decode(code) by factor. Returns
+    whether what it has is finite. float32 [numel]; both residuals may be None, or the same.
+    """
+
 def sparse_cut(x: torch.Tensor, residual: torch.Tensor | None, factor: float, wanted: int) -> tuple[float, int]:
     """(threshold, equals): the `wanted` largest of x + factor * residual are those above the threshold and so
     many of those that equal it.

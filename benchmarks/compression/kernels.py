@@ -1,12 +1,14 @@
-"""The codecs' loops and top-k's choice on one core, from memory, beside memcpy: GB of float32 gradient a second.
+"""The codecs' loops, top-k's choice and sparse2 on one core, from memory, beside memcpy: GB of float32 a second.
 
     python -m benchmarks kernels                        all codecs, the best instruction set of this processor
     python -m benchmarks kernels --isa avx2 --size 256m
+    python -m benchmarks kernels --codecs int4 --size 43m       # a round's change of 10.7 M parameters
 
 Compiled from the codecs' sources with setup.py's flags (kernels.cpp), in build/benchmarks. Every round takes each pass
 once over `--size` bytes of float32, in segments of 64 Ki elements as the engine does; codes lie in memory, too.
 Medians; a ratio is the median of those to the same round's memcpy, which reads and writes what a pass only reads
-(compress) or only writes (decode). Top-k's choice is timed beside memcpy and torch.topk of the same elements.
+(compress) or only writes (decode). Top-k's choice is timed beside memcpy and torch.topk of the same elements, and
+sparse2 with its milliseconds: as a round encodes (the residual decays and is written anew), and as it adds a code up.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from benchmarks.lib import session
 from benchmarks.lib.measure import Quiet, codec_names, format_size, parse_size
 from benchmarks.lib.ranks import ROOT, Failed, Unavailable, compile_program
-from ringdp.compression import Info, TopK
+from ringdp.compression import Info, Sparse2, TopK
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CSRC = ROOT / "ringdp" / "csrc"
@@ -84,6 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             seconds_s = statistics.median(one[index] for one in rounds)
             rows.append({"codec": name, "pass": word, "bytes_per_s": 4 * count / seconds_s, "over_memcpy": over})
     rows += measure_selection(count, args.fraction, args.rounds)
+    rows += measure_sparse2(count, args.rounds)
     quiet.stop(ranks_s=0.0)
     return session.result_of("kernels", quiet, isa=isa, size_bytes=args.size_bytes, rows=rows)
 
@@ -115,6 +118,35 @@ def measure_selection(count: int, fraction: float, rounds: int) -> list[dict[str
     calls: dict[str, Callable[[], object]] = {
         "memcpy": lambda: copy.copy_(x), "select": selection.step, "torch.topk": lambda: x.abs().topk(wanted)
     }  # fmt: skip
+    return timed(f"topk {fraction:.2%}", calls, count, rounds)
+
+
+def measure_sparse2(count: int, rounds: int) -> list[dict[str, Any]]:
+    """Raises Failed."""
+    sparse, x = Sparse2(), torch.randn(count, generator=torch.Generator().manual_seed(0))
+    residuals, total, code = [torch.zeros_like(x), torch.zeros_like(x)], torch.zeros_like(x), sparse.room(count)
+
+    def encode() -> None:
+        sparse.encode(code, x, *residuals, decay=0.95)
+        residuals.reverse()
+
+    for _ in range(3):
+        wanted = x + residuals[0] * 0.95
+        encode()
+        total.zero_()
+        sparse.add(total, code)
+        if not torch.equal(wanted - total, residuals[0]):
+            raise Failed("sparse2: what was sent and what was kept do not add up")
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": lambda: total.copy_(x),
+        "compress+feedback": encode,
+        "decode+add": lambda: sparse.add(total, code, 0.5),
+    }
+    return timed("sparse2", calls, count, rounds)
+
+
+def timed(codec: str, calls: dict[str, Callable[[], object]], count: int, rounds: int) -> list[dict[str, Any]]:
+    """In turns; one of them is memcpy."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
@@ -125,7 +157,7 @@ def measure_selection(count: int, fraction: float, rounds: int) -> list[dict[str
     rows = []
     for name, seconds in times.items():
         over = statistics.median(copied / mine for copied, mine in zip(times["memcpy"], seconds, strict=True))
-        row: dict[str, Any] = {"codec": f"topk {fraction:.2%}", "pass": name, "over_memcpy": over}
+        row: dict[str, Any] = {"codec": codec, "pass": name, "over_memcpy": over}
         rows.append(row | {"bytes_per_s": 4 * count / statistics.median(seconds)})
     return rows
 
@@ -147,8 +179,14 @@ def check_selection(x: Tensor, fraction: float, wanted: int) -> None:
 
 def report(result: dict[str, Any]) -> str:
     rows = [
-        [row["codec"], row["pass"], f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['over_memcpy']:.2f}"]
+        [
+            row["codec"],
+            row["pass"],
+            f"{row['bytes_per_s'] / 1e9:.1f}",
+            f"{row['over_memcpy']:.2f}",
+            f"{result['size_bytes'] / row['bytes_per_s'] * 1e3:.1f}",
+        ]
         for row in result["rows"]
     ]
     title = f"codecs, {result['isa']}, one core, {format_size(result['size_bytes'])} of float32"
-    return session.report_table(result, title, ["codec", "pass", "GB/s", "/ memcpy"], rows)
+    return session.report_table(result, title, ["codec", "pass", "GB/s", "/ memcpy", "ms"], rows)

@@ -14,6 +14,7 @@ from ringdp.compression.methods.majority import SignSGD
 from ringdp.compression.methods.power_sgd import PowerSGD
 from ringdp.compression.methods.random_k import RandomK
 from ringdp.compression.methods.sign import Sign
+from ringdp.compression.methods.sparse2 import Sparse2
 from ringdp.compression.methods.stochastic import QSGD, TernGrad
 from ringdp.compression.methods.top_k import DGC, TopK
 from ringdp.compression.protocol import Compressor, CompressorLike, Info, MergeCompressor, Payload, RoundsCompressor
@@ -46,6 +47,7 @@ __all__ = [
     "RoundsCompressor",
     "Sign",
     "SignSGD",
+    "Sparse2",
     "TernGrad",
     "TopK",
     "assign",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from ringdp import values
 from ringdp.errors import InvalidArgumentError
 
 State: TypeAlias = dict[str, Any]
@@ -44,12 +45,33 @@ class ErrorFeedback:
 
     The sum of the decoded codes of all steps is then the sum of the gradients, but for the last residual. Seide et al.,
     "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
+
+    Args:
+        decay: times the error before it is added, above 0, at most 1: what waits long counts less.
+
+    Raises:
+        InvalidArgumentError: a decay out of that range.
     """
 
+    decay: float = 1.0
     owed: ClassVar[tuple[str, ...]] = ("residual",)
 
+    def __post_init__(self) -> None:
+        values.number("ErrorFeedback", "decay", self.decay, "above 0 and at most 1", lambda it: 0 < it <= 1)
+
+    def __repr__(self) -> str:
+        return "ErrorFeedback()" if self.decay == 1 else f"ErrorFeedback(decay={self.decay!r})"
+
+    @property
+    def sums(self) -> bool:
+        return self.decay == 1
+
     def before(self, x: Tensor, state: State) -> Tensor:
-        return x + state.get("residual", 0.0)
+        return x + (self.decayed(state["residual"]) if "residual" in state else 0.0)
+
+    def decayed(self, residual: Tensor) -> Tensor:
+        """As it is added."""
+        return residual if self.decay == 1 else residual * self.decay
 
     def after(self, x: Tensor, decoded: Tensor, state: State) -> None:
         state["residual"] = x - decoded

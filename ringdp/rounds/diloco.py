@@ -54,12 +54,14 @@ class DiLoCo:
         inner: its optimizer, or several, of which the last one steps last.
         every: steps of a round, or a function of n: the steps of the round that begins after n steps.
         outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of a list
-            of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
+            of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``; with "sparse2" ``{"lr": 1,
+            "momentum": 0}``.
         fragments: into how many parts the model is cut, or a `ringdp.Fragments`: how long each is on its way, too.
-        compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...) or None (exact). The
-            error of a code is added to the next one where the codec has error feedback. A `ringdp.Compression` also has
-            ``warmup_steps``: first steps after each of which parameters are averaged exactly, which for SGD is what
-            RingDP does.
+        compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...), "sparse2" or None
+            (exact). The error of a code is added to the next one where the codec has error feedback; that of sparse2
+            times 0.95, which takes the place of an outer momentum (`ringdp.compression.Sparse2`). A
+            `ringdp.Compression` also has ``warmup_steps``: first steps after each of which parameters are averaged
+            exactly, which for SGD is what RingDP does.
         unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
             average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
         scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
@@ -93,7 +95,6 @@ class DiLoCo:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         who = type(self).__name__
-        chosen_outer = dict(outer_steps.DEFAULT) if outer is None else outer
         together = model.process_group if isinstance(model, DistributedDataParallel) else None
         members = start.members_of(who, process_group, together)
 
@@ -106,7 +107,7 @@ class DiLoCo:
                 every=every,
                 fragments=fragments,
                 compression=compression,
-                chosen_outer=chosen_outer,
+                outer=outer,
                 unequal=unequal,
                 average_momenta=self._average_momenta,
                 parameters=len(parameters),
@@ -125,7 +126,7 @@ class DiLoCo:
             Fragment([self._parameters[i] for i in indices], dtype or torch.float32, device)
             for indices in dealt(sizes, self._settings.fragments)
         ]
-        self._outer = outer_steps.outer_steps(chosen_outer, [one.total for one in self._fragments])
+        self._outer = outer_steps.outer_steps(self._settings.outer, [one.total for one in self._fragments])
         own = _group_of_rounds(members, device)
         self._exchanges = [FragmentExchange(one, own, self._settings.codec) for one in self._fragments]
         self._flights: dict[int, Flight] = {}

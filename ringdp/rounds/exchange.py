@@ -14,31 +14,18 @@ import dataclasses
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.compression.feedback import feedback_of
-from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import MismatchError, PeerLostError, RingError
 from ringdp.job.backend import named
 from ringdp.job.byte_collectives import all_gather_single, as_bytes, as_tensor
 from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.rounds.codes import RoundsCodec, codes_of
 from ringdp.rounds.fragments import Fragment
-
-if TYPE_CHECKING:
-    from ringdp import _C
-
-
-class NativeCodec(Protocol):
-    """A compressor that the core has, by its name there, with standard error feedback or none."""
-
-    @property
-    def native(self) -> str | None: ...
-    @property
-    def error_feedback(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +113,7 @@ class Flight:
         self.gathered: Tensor | None = None  # uint8 [ranks * record]
         self.records_came_s: float | None = None  # when all ranks' records had come
         self.works: list[dist.Work] = []
-        self.report: _C.FiniteReport | None = None
-        self.sent: Tensor | None = None  # where it is not the buffer itself
+        self.coded = False  # it has left as codes
         self.arrival: Arrival | None = None
 
     def stamp(self, gathered: torch.futures.Future[Any] | None = None) -> None:
@@ -156,42 +142,26 @@ class FragmentExchange:
         codec: encodes changes; None: they are sent exactly.
     """
 
-    def __init__(self, fragment: Fragment, group: dist.ProcessGroup | None, codec: NativeCodec | None) -> None:
-        from ringdp import _C
-
-        self.fragment, self.group, self.codec = fragment, group, codec
-        self.residuals = _C.Residuals()
-        self._feedback = codec is not None and feedback_of(codec.error_feedback) is not None
+    def __init__(self, fragment: Fragment, group: dist.ProcessGroup | None, codec: RoundsCodec | None) -> None:
+        self.fragment, self.group = fragment, group
+        self.codes = None if codec is None else codes_of(codec, fragment, group)
         self._elastic = group is not None and is_elastic(group)
-        self._view = 1  # of the residuals: of each piece the elements that this rank owns are those there
-        self._owned: dict[str, list[tuple[int, int]]] = {}
-        self._owners = 1  # the ranks there
-        self.follow_members()
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    @property
-    def codes(self) -> bool:
-        """Changes are encoded."""
-        return self.codec is not None and self.ranks > 1
-
     def sent_bytes(self, *, exact: bool) -> float:
-        """Of values, by this rank, each time it leaves: 2 (n - 1) / n of them, or of their code."""
-        from ringdp import _C
-
-        native = self.codec.native if self.codec is not None and self.codes and not exact else None
-        if native is None:
+        """Of values, by this rank, each time it leaves: 2 (n - 1) / n of them, or what their codes take."""
+        if self.codes is None or exact:
             whole = self.fragment.total.numel() * self.fragment.total.itemsize
-        else:
-            whole = sum(_C.codec_bytes(native, piece.count) for piece in self.fragment.pieces)
-        return 2 * (self.ranks - 1) / self.ranks * whole
+            return 2 * (self.ranks - 1) / self.ranks * whole
+        return self.codes.sent_bytes()
 
     def of_parameters(self, *, exact: bool, averages: bool) -> bool:
         """What the buffer has to have when it leaves. Differences lose bits that parameters have; codes are for
         differences."""
-        return exact or (averages and not self.codes)
+        return exact or (averages and (self.codes is None or self.ranks == 1))
 
     def start(self, name: str, mine: Record, *, unit: float, exact: bool, averages: bool) -> Flight:
         """Send the buffer, which has what `of_parameters` says.
@@ -209,7 +179,7 @@ class FragmentExchange:
 
         flight = Flight(name, mine, unit=unit, exact=exact, averages=averages)
         flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
-        self.follow_members()
+        self._follow_members()
         if self.ranks == 1:
             flight.arrival = self._alone(flight)
             flight.view = 0 if self.group is None else _C.view_of(self.group)
@@ -237,37 +207,14 @@ class FragmentExchange:
             assert self.group is not None
             writes = () if beside is None else beside.writes
             flight.arrival = as_unit(self.group, flight.name, lambda: self._arrive(flight, beside), writes=writes)
-            if flight.report is not None:
-                self.residuals.commit(flight.arrival.usable)
+            if self.codes is not None and flight.coded:
+                self.codes.commit(usable=flight.arrival.usable, counts=flight.mine.weight > 0)
             flight.works, flight.kept = [], None
         return flight.arrival
 
-    def follow_members(self) -> None:
-        """The group's members have changed, in an elastic job: a rank's residuals stay with it.
-
-        Where a rank owns elements its residual is what their mean lacks, elsewhere what its own changes lack, which the
-        mean has divided by the ranks. Other ranks own the elements now.
-        """
-        if not self._elastic or self.codec is None:
-            return
-        from ringdp import _C
-
-        assert self.group is not None
-        if self._owned and self._view == _C.view_of(self.group):
-            return
-        ranks = self.ranks
-        for piece in self.fragment.pieces:
-            owned = _C.owned_elements(self.group, piece.count, owner_offset_of(piece.name))
-            current = self.residuals.current(piece.name)
-            if current is not None and self._owned:
-                own = current.clone()
-                for begin, end in self._owned[piece.name]:
-                    own[begin:end] *= self._owners
-                for begin, end in owned:
-                    own[begin:end] *= 1.0 / ranks
-                self.residuals.set(piece.name, own)
-            self._owned[piece.name] = owned
-        self._view, self._owners = _C.view_of(self.group), ranks
+    def _follow_members(self) -> None:
+        if self.codes is not None:
+            self.codes.follow_members()
 
     def _arrive(self, flight: Flight, beside: Beside | None) -> Arrival:
         from ringdp import _C
@@ -288,8 +235,9 @@ class FragmentExchange:
         for work in flight.works:
             with contextlib.suppress(RingError):  # of members that were lost; it may still use the buffer
                 work.wait()
-        self.residuals.commit(False)
-        self.follow_members()
+        if self.codes is not None:
+            self.codes.commit(usable=False, counts=False)
+        self._follow_members()
         fragment, kept = self.fragment, flight.kept
         assert kept is not None
         flight.of_parameters = self.of_parameters(exact=flight.exact, averages=flight.averages)
@@ -303,11 +251,12 @@ class FragmentExchange:
 
     def _alone(self, flight: Flight) -> Arrival:
         usable = flight.mine.weight > 0
-        for piece in self.fragment.pieces if usable else ():  # what codes have left out when there were more ranks
-            owed = self.residuals.current(piece.name)
-            if owed is not None:
-                piece.of(self.fragment.buffer).add_(owed, alpha=-1 if flight.of_parameters else 1)
-                self.residuals.drop(piece.name)
+        if usable and self.codes is not None:
+            for piece in self.fragment.pieces:
+                owed = self.codes.owed(piece)  # what codes have left out when there were more ranks
+                if owed is not None:
+                    piece.of(self.fragment.buffer).add_(owed, alpha=-1 if flight.of_parameters else 1)
+                    self.codes.residuals.drop(piece.name)
         return Arrival(usable, flight.of_parameters, flight.mine.weight if usable else 1.0, (flight.mine,))
 
     def _send(self, flight: Flight) -> None:
@@ -315,70 +264,41 @@ class FragmentExchange:
 
         group, mine, buffer = self.group, flight.mine, self.fragment.buffer
         assert group is not None
-        flight.works, flight.report, flight.sent, flight.records_came_s = [], None, None, None
+        flight.works, flight.coded, flight.records_came_s = [], False, None
         flight.view = _C.view_of(group) if self._elastic else 1
         flight.ranks, flight.rank = self.ranks, group.rank()
         if flight.ranks == 1:
             return
-        if mine.weight != flight.unit:
-            buffer.mul_(mine.weight / flight.unit)
         record = as_tensor(mine.encode()).to(buffer.device)
         flight.gathered = record.new_empty(flight.ranks * _RECORD_BYTES)
         with named(flight.name):
             work = all_gather_single(flight.gathered, record, group=group, async_op=True)
             work.get_future().add_done_callback(flight.stamp)
             flight.works.append(work)
+        weight = mine.weight / flight.unit
         with named(flight.name, bulk=True):
-            if self.codes and not flight.exact:
-                flight.works.append(self._send_codes(flight))
+            if self.codes is not None and not flight.exact:
+                flight.works.append(self.codes.send(weight))
+                flight.coded = True
             else:
+                if weight != 1:
+                    buffer.mul_(weight)
                 work = dist.all_reduce(buffer, group=group, async_op=True)
                 assert work is not None
                 flight.works.append(work)
-
-    def _send_codes(self, flight: Flight) -> dist.Work:
-        from ringdp import _C
-
-        buffer, pieces = self.fragment.buffer, self.fragment.pieces
-        assert self.group is not None
-        assert self.codec is not None
-        assert self.codec.native is not None
-        flight.sent = buffer if buffer.dtype == torch.float32 else buffer.float()
-        both = [
-            self.residuals.write(one.name, one.count, buffer.device) if self._feedback else (None, None)
-            for one in pieces
-        ]
-        work, flight.report = _C.all_reduce_compressed(
-            self.group,
-            flight.sent,
-            [one.begin for one in pieces],
-            [one.count for one in pieces],
-            [owner_offset_of(one.name) for one in pieces],
-            [current for current, _ in both],
-            [following for _, following in both],
-            self.codec.native,
-            1.0,
-            flight.ranks,
-        )
-        return work
 
     def _arrived(self, flight: Flight) -> Arrival:
         if flight.ranks == 1:
             return self._alone(flight)
         records = flight.records()
         _require_same(flight, records)
-        buffer, weights = self.fragment.buffer, [one.weight for one in records]
+        weights = [one.weight if one.weight > 0 else 0.0 for one in records]
         counted = [one for one in weights if one > 0]
-        if flight.sent is not None and flight.sent is not buffer:
-            buffer.copy_(flight.sent)
-        flight.sent = None
-        usable = bool(counted) and (flight.report is None or flight.report.finite)
-        if usable:
-            total = sum(counted) / flight.unit
-            if flight.report is None:
-                buffer.div_(total)
-            elif total != flight.ranks:  # the core has divided by the ranks
-                buffer.mul_(flight.ranks / total)
+        usable = bool(counted)
+        if self.codes is not None and flight.coded:
+            usable = usable and self.codes.mean([one / flight.unit for one in weights])
+        elif usable:
+            self.fragment.buffer.div_(sum(counted) / flight.unit)
         usual = sum(counted) / len(counted) if counted else 1.0
         return Arrival(usable, flight.of_parameters, usual, records, flight.rank)
 

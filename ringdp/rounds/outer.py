@@ -16,6 +16,8 @@ Outer: TypeAlias = Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], torc
 """``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or a function that makes an optimizer of a list of parameters."""
 
 DEFAULT: Mapping[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+DEFAULT_SPARSE: Mapping[str, Any] = {"lr": 1.0, "momentum": 0.0}
+"""With `ringdp.compression.Sparse2`: changes that wait in its residual act as a momentum does."""
 _KEYS = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
 
 

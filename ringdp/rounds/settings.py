@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ringdp import refusals, values
-from ringdp.compression import Auto, Compression, CompressorLike, get, names
+from ringdp.compression import Auto, Compression, CompressorLike, ErrorFeedback, Sparse2, get, names
 from ringdp.compression.description import describe
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
-from ringdp.rounds.exchange import NativeCodec
-from ringdp.rounds.outer import Outer
+from ringdp.rounds.codes import RoundsCodec
+from ringdp.rounds.outer import DEFAULT, DEFAULT_SPARSE, Outer
 from ringdp.rounds.outer import describe as describe_outer
 from ringdp.rounds.schedule import Schedule, TimedSchedule
 
@@ -60,7 +60,7 @@ class Settings:
     fragments: int
     delay: int
     mix: float
-    codec: NativeCodec | None
+    codec: RoundsCodec | None
     outer: Outer
     warmup_steps: int
     unequal: bool
@@ -74,7 +74,7 @@ class Settings:
         every: object,
         fragments: object,
         compression: CompressorLike | Compression,
-        chosen_outer: Outer,
+        outer: Outer | None,
         unequal: object,
         average_momenta: object,
         parameters: int,
@@ -101,8 +101,10 @@ class Settings:
             )
         assert callable(every) or isinstance(every, int)
         codec, warmup_steps = _compression(who, compression)
-        describe_outer(chosen_outer)
-        return cls(who, every, cut.count, cut.delay, mix, codec, chosen_outer, warmup_steps, by_time, average_momenta)
+        usual = DEFAULT_SPARSE if isinstance(codec, Sparse2) else DEFAULT
+        chosen = dict(usual) if outer is None else outer
+        describe_outer(chosen)
+        return cls(who, every, cut.count, cut.delay, mix, codec, chosen, warmup_steps, by_time, average_momenta)
 
     def schedule(self) -> Schedule | TimedSchedule:
         if self.unequal:
@@ -130,7 +132,7 @@ class Settings:
         ]
 
 
-def _compression(who: str, given: CompressorLike | Compression) -> tuple[NativeCodec | None, int]:
+def _compression(who: str, given: CompressorLike | Compression) -> tuple[RoundsCodec | None, int]:
     """The codec of all changes, and the steps before the first round."""
     rules = Rules(given)
     if rules.pairs:
@@ -140,12 +142,20 @@ def _compression(who: str, given: CompressorLike | Compression) -> tuple[NativeC
     found, warmup_steps = rules.compressor, rules.asked.warmup_steps
     if found is None:
         return None, warmup_steps
+    if isinstance(found, Sparse2):
+        feedback = feedback_of(found.error_feedback)
+        if feedback is not None and not isinstance(feedback, ErrorFeedback):
+            raise InvalidArgumentError(
+                f"{who}: the error_feedback of Sparse2 must be True, False or a ringdp.compression.ErrorFeedback, not"
+                f" {feedback!r}"
+            )
+        return found, warmup_steps
     if getattr(found, "native", None) is None:
-        usable = [name for name in names() if getattr(get(name), "native", None)]
+        usable = [name for name in names() if name == "sparse2" or getattr(get(name), "native", None)]
         raise InvalidArgumentError(
             f"{who}: compression must be None or one of the core's codecs ({', '.join(usable)}), not {describe(found)}"
         )
     codec: Any = found
     feedback_of(codec.error_feedback)
-    chosen: NativeCodec = codec
+    chosen: RoundsCodec = codec
     return chosen, warmup_steps

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp.compression import saved
-from ringdp.compression.partition import owner_offset_of
 from ringdp.errors import InvalidArgumentError
 from ringdp.job.agreement import checked_alike
 from ringdp.job.backend import named
@@ -77,7 +76,8 @@ def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
 def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     members = rounds.members
     for exchange in rounds.exchanges:
-        exchange.follow_members()
+        if exchange.codes is not None:
+            exchange.codes.follow_members()
     own: dict[str, dict[str, Tensor]] = {}
     state: dict[str, Any] = {
         "format": _FORMAT,
@@ -96,7 +96,9 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     for number, (fragment, exchange) in enumerate(zip(rounds.fragments, rounds.exchanges, strict=True)):
         local = torch.empty_like(fragment.total)
         fragment.read(local)
-        residuals = {piece.name: exchange.residuals.current(piece.name) for piece in fragment.pieces}
+        residuals: dict[str, Tensor | None] = {}
+        if exchange.codes is not None:
+            residuals = {piece.name: exchange.codes.residuals.current(piece.name) for piece in fragment.pieces}
         if consolidated:
             local = _mean(local, members)
             residuals = _mean_residuals(fragment, exchange, residuals)
@@ -105,7 +107,7 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
             state["global"][piece.name] = piece.of(fragment.total).clone()
             state["outer"][piece.name] = {key: _part(fragment, piece, value) for key, value in outer.items()}
             own[piece.name] = {"local": piece.of(local).clone()}
-            owed = residuals[piece.name]
+            owed = residuals.get(piece.name)
             if owed is not None:
                 own[piece.name]["residual"] = owed.clone()
         if number in rounds.flights:
@@ -126,11 +128,12 @@ def take_over(rounds: Rounds, state: Mapping[str, Any]) -> None:
 
 def share(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """On all ranks but newcomers: what the mean lacked in this consolidated state is owed by the ranks that are there
-    now, each of which computes the mean of some elements."""
+    now."""
     for fragment, exchange in zip(rounds.fragments, rounds.exchanges, strict=True):
-        exchange.follow_members()
+        if exchange.codes is not None:
+            exchange.codes.follow_members()
         for piece in fragment.pieces:
-            _owe(rounds, exchange, piece, state["parameters"][piece.name].get("residual"), consolidated=True)
+            _owe(exchange, piece, state["parameters"][piece.name].get("residual"), consolidated=True)
 
 
 def _take(rounds: Rounds, state: Mapping[str, Any], own: Mapping[str, Any], *, consolidated: bool) -> None:
@@ -141,26 +144,26 @@ def _take(rounds: Rounds, state: Mapping[str, Any], own: Mapping[str, Any], *, c
     rounds.since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds.flights.clear()
     for number, (fragment, exchange) in enumerate(zip(fragments, rounds.exchanges, strict=True)):
-        exchange.follow_members()
+        if exchange.codes is not None:
+            exchange.codes.follow_members()
         for piece in fragment.pieces:
             piece.of(fragment.total).copy_(state["global"][piece.name])
             piece.of(fragment.buffer).copy_(own[piece.name]["local"])
-            _owe(rounds, exchange, piece, own[piece.name].get("residual"), consolidated=consolidated)
+            _owe(exchange, piece, own[piece.name].get("residual"), consolidated=consolidated)
         fragment.write(fragment.buffer)
         rounds.outer[number].load(_joined(fragment, state["outer"]))
         if (flight := state["in_flight"].get(str(number))) is not None:
             rounds.flights[number] = _flight(fragment, flight, members.rank())
 
 
-def _owe(rounds: Rounds, exchange: FragmentExchange, piece: Piece, owed: Tensor | None, *, consolidated: bool) -> None:
-    """`consolidated`: it is of the mean, and each rank takes the elements whose mean it computes."""
-    exchange.residuals.drop(piece.name)
-    if owed is None:
+def _owe(exchange: FragmentExchange, piece: Piece, owed: Tensor | None, *, consolidated: bool) -> None:
+    """`consolidated`: it is of the mean over ranks, of which this one takes its part."""
+    if exchange.codes is None:
         return
-    mine = owed.to("cpu", copy=True)
-    if consolidated and rounds.members.size() > 1:
-        mine *= _owned(exchange, piece)
-    exchange.residuals.set(piece.name, mine)
+    exchange.codes.residuals.drop(piece.name)
+    if owed is not None:
+        owed = owed.to("cpu", copy=True)
+        exchange.codes.residuals.set(piece.name, exchange.codes.part(piece, owed) if consolidated else owed)
 
 
 def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
@@ -306,27 +309,15 @@ def _since(rounds: Rounds, consolidated: bool) -> list[list[float]]:
 def _mean_residuals(
     fragment: Fragment, exchange: FragmentExchange, residuals: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """The residual of the mean: each rank's part by `saved.share_of_residual`, added up."""
+    """The residual of the mean over ranks: their shares, added up."""
     means: dict[str, Tensor | None] = dict(residuals)
-    if exchange.group is None:
+    if exchange.group is None or exchange.codes is None:
         return means
     for piece in fragment.pieces:
         residual = residuals[piece.name]
         if residual is not None:
-            share = saved.share_of_residual(residual, _owned(exchange, piece), exchange.ranks)
+            share = exchange.codes.share(piece, residual)
             with named("rounds: mean of what codes owe"):
                 dist.all_reduce(share, group=exchange.group)
             means[piece.name] = share
     return means
-
-
-def _owned(exchange: FragmentExchange, piece: Piece) -> Tensor:
-    """bool [count]: the elements whose mean this rank computes."""
-    from ringdp import _C
-
-    mask = torch.zeros(piece.count, dtype=torch.bool, device="cpu")
-    if exchange.codes:
-        assert exchange.group is not None
-        for begin, end in _C.owned_elements(exchange.group, piece.count, owner_offset_of(piece.name)):
-            mask[begin:end] = True
-    return mask

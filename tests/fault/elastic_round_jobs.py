@@ -31,6 +31,7 @@ FINISH = LAST + 1  # as a step, for faults
 OUTER: dict[str, Any] = {
     "nesterov": None,
     "averages": {"lr": 1.0, "momentum": 0.0},
+    "usual": None,
     "heavy ball": {"lr": 0.5, "momentum": 0.5},
     "adam": functools.partial(torch.optim.Adam, lr=0.1),
 }
@@ -209,15 +210,19 @@ def watched(faults: Faults, place: int, told: Told) -> Iterator[Watch]:
 
 def of_owners(state: dict[str, Any]) -> dict[str, Any]:
     """A rank's state with residuals of its own changes."""
-    return state | {"ranks": {"own": _scaled(state["ranks"][str(ringdp.rank())], float(ringdp.world_size()))}}
+    own = state["ranks"][str(ringdp.rank())]
+    return state | {"ranks": {"own": _scaled(own, float(ringdp.world_size()), state["compression"])}}
 
 
 def of_this_job(state: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = ringdp.rank(), ringdp.world_size()
-    return state | {"world_size": ranks, "ranks": {str(rank): _scaled(state["ranks"]["own"], 1.0 / ranks)}}
+    own = _scaled(state["ranks"]["own"], 1.0 / ranks, state["compression"])
+    return state | {"world_size": ranks, "ranks": {str(rank): own}}
 
 
-def _scaled(own: dict[str, Any], factor: float) -> dict[str, Any]:
+def _scaled(own: dict[str, Any], factor: float, compression: str) -> dict[str, Any]:
+    if compression.startswith("Sparse2"):  # no rank owns elements
+        return own
     scaled = {}
     for name, entry in own.items():
         scaled[name] = dict(entry)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ringdp
-from ringdp.compression import Int8, PowerSGD, RandomK, TopK
+from ringdp.compression import Int8, PowerSGD, RandomK, Sparse2, TopK
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
 from tests.fault.elastic_jobs import train as jobs_train
@@ -45,6 +45,7 @@ def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
 
 PYTHON = {
     "topk": TopK(0.05),
+    "sparse2": Sparse2(0.05),
     "powersgd": PowerSGD(2),
     "signsgd": "signsgd",
     "randomk": RandomK(0.2),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringdp import Compression, Fragments
-from ringdp.compression import Int8
+from ringdp.compression import Int8, Sparse2
 from tests.fault import elastic_round_jobs as jobs
 from tests.fault.elastic_jobs import Told
 from tests.fault.elastic_oracle import changes, check_equal, live, plain, survivors
@@ -76,6 +76,17 @@ def test_a_death_in_each_phase_of_a_round(tmp_path: Path, phase: str) -> None:
     assert all(one.sizes[-1] == len(told) for one in told.values())
 
 
+SPARSE: dict[str, Any] = {"every": 2, "compression": Sparse2(1 / 1024)}
+
+
+@pytest.mark.parametrize("phase", ["between", *sampled([it for it in PHASES if it != "between"], 1)])
+def test_a_death_in_each_phase_of_a_sparse_round(tmp_path: Path, phase: str) -> None:
+    """A rank's residual does not depend on the others: what leaves again is the same code."""
+    faults = Faults().kill(1, 4, phase)
+    told = compare(tmp_path, 3, faults, options=SPARSE, outer="usual", samples=True, finish=True)
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize("kind", ["DiLoCo", "LocalSGD"])
 def test_a_round_that_some_have_done_is_made_again(tmp_path: Path, kind: str) -> None:
     """Rank 0 has the mean with the part of rank 1, and rank 2 has not: nothing of it is left on rank 0."""
@@ -92,6 +103,11 @@ def test_a_round_that_some_have_done_is_made_again(tmp_path: Path, kind: str) ->
 def test_one_after_the_other_down_to_one(tmp_path: Path, compression: str | None) -> None:
     faults = Faults().kill(0, 2, "between").kill(3, 4, "forward").kill(1, 6, "sent")
     compare(tmp_path, 4, faults, options={"every": 2, "compression": compression})
+
+
+def test_sparse_rounds_one_after_the_other_down_to_one(tmp_path: Path) -> None:
+    faults = Faults().kill(0, 2, "between").kill(1, 6, "sent")
+    compare(tmp_path, 3, faults, options=SPARSE, outer="usual")
 
 
 def test_fragments_on_their_way_leave_again(tmp_path: Path) -> None:
@@ -170,7 +186,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     fragments = draw.choice([1, 1, 2]) if every == 4 else 1
     delay = draw.choice([0, 0, 1])
     options: dict[str, Any] = {"every": every, "fragments": Fragments(fragments, delay=delay)}
-    codec = draw.choice([None, "int8", "bf16", Int8(error_feedback=True), "int4", "int4"])
+    codec = draw.choice([None, "int8", "bf16", Int8(error_feedback=True), "int4", SPARSE["compression"]])
     warm = draw.choice([0, 0, 2]) if fragments == 1 else 0
     options["compression"] = Compression(codec, warmup_steps=warm) if warm else codec
     job: dict[str, Any] = {"options": options, "width": draw.choice([8, 8, 300])}

@@ -10,7 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringdp.compression import DGC, EF21, Info, Int4, Int8, PowerSGD, RandomK, Sign, SignSGD, TopK
+from ringdp.compression import (
+    DGC,
+    EF21,
+    ErrorFeedback,
+    Info,
+    Int4,
+    Int8,
+    PowerSGD,
+    RandomK,
+    Sign,
+    SignSGD,
+    Sparse2,
+    TopK,
+)
 from ringdp.compression.description import describe
 
 
@@ -145,6 +158,7 @@ COMPRESSORS: dict[str, Any] = {
     "low rank": PowerSGD(2),
     "votes": SignSGD(),
     "top k": TopK(0.05),
+    "sparse2": Sparse2(0.05, error_feedback=ErrorFeedback(0.9)),
     "top k with momentum": TopK(0.1, error_feedback=DGC(0.9, clip=10.0)),
 }
 ROUNDED_BY_THE_BACKEND = ("folded", "random k", "low rank")  # sums of floats, in whatever order

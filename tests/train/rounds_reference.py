@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ringdp.rounds.fragments import dealt
 
+MOMENTUM = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -98,6 +99,47 @@ def paper(workers: int, steps: int, rule: Rule, inner: Optimizer = sgd, samples:
         if left[fragment] < steps:
             leave(fragment, steps)
             land(fragment, 0.0)
+    return total
+
+
+def two_bits(v: Tensor, kept: int, chunk: int = 4096) -> Tensor:
+    """Of each chunk the largest, as the mean of those below or of those above the mean of their magnitudes."""
+    out = torch.zeros_like(v)
+    for x, sent in zip(v.flatten().split(chunk), out.view(-1).split(chunk), strict=True):
+        places = x.abs().topk(min(kept, x.numel())).indices
+        magnitudes = x[places].abs()
+        high = magnitudes > magnitudes.mean()
+        for group in (high, ~high):
+            if group.any():
+                sent[places[group]] = x[places[group]].sign() * magnitudes[group].mean().float().bfloat16().double()
+    return out
+
+
+def sparse_paper(
+    workers: int, steps: int, every: int, kept: int, decay: float, lr: float = 1.0, samples: Sequence[float] = ()
+) -> list[Tensor]:
+    """arXiv 2508.15706, algorithm 1: the global parameters after so many steps and a last round."""
+    models = [model() for _ in range(workers)]
+    optimizers = [sgd(list(one.parameters())) for one in models]
+    total = [p.detach().clone() for p in models[0].parameters()]
+    errors = [[torch.zeros_like(p) for p in total] for _ in models]
+    weights = torch.tensor(samples or [1.0] * workers, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        for rank, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(one, rank, step).backward()
+            optimizer.step()
+        if step % every and step < steps:
+            continue
+        for i, p in enumerate(total):
+            sent = []
+            for one, error in zip(models, errors, strict=True):
+                error[i] = decay * error[i] + p - list(one.parameters())[i].detach()
+                sent.append(two_bits(error[i], kept))
+                error[i] = error[i] - sent[-1]
+            total[i] = p - lr * torch.tensordot(weights, torch.stack(sent), 1) / weights.sum()
+            for one in models:
+                list(one.parameters())[i].data = total[i].clone()
     return total
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 import ringdp
 from ringdp import Compression
-from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, TopK
+from ringdp.compression import EF21, Int4, Int8, PowerSGD, RandomK, Sparse2, TopK
 from ringdp.ddp.wrapper import RingDP
 from tests.train import compressed_training as training
 from tests.train.harness import backends, each, run_ranks
@@ -43,6 +43,7 @@ KINDS = [
     Int8(error_feedback=EF21()),
     PowerSGD(2),
     TopK(0.1),
+    Sparse2(0.01),
     with_the_docs_plug_in,
 ]
 
@@ -134,7 +135,7 @@ def nothing_is_lost(compression: Any) -> None:
 
 @pytest.mark.parametrize("backend", backends())
 def test_what_arrived_and_what_is_owed_are_the_exact_means(backend: str) -> None:
-    sparse = [TopK(0.1), PowerSGD(2)] if backend == "ring" else []
+    sparse = [TopK(0.1), Sparse2(0.01), PowerSGD(2)] if backend == "ring" else []
     run_ranks(each, *(partial(nothing_is_lost, it) for it in ("int4", *sparse)), world_size=3, backend=backend)
 
 

@@ -19,7 +19,10 @@ import ringdp  # noqa: E402
 from ringdp import kvstore  # noqa: E402
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-METHODS = ("int8", "int4", "nf4", "fp16", "topk", "powersgd", "randomk", "sign", "signsgd", "qsgd", "terngrad")
+METHODS = (
+    *("int8", "int4", "nf4", "fp16", "topk", "sparse2"),
+    *("powersgd", "randomk", "sign", "signsgd", "qsgd", "terngrad"),
+)
 STEPS = 13  # the report is told after ten
 
 

@@ -48,7 +48,9 @@ def test_it_trains_as_ringdp_with_the_same_optimizer(ranks: int, dtype: torch.dt
             assert (x - y).abs().max() <= (1e-14 if dtype == torch.float64 else 1e-6), how
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "bf16", "topk", {"type": "2bit", "threshold": 0.5}, {"type": "1bit"}])
+@pytest.mark.parametrize(
+    "spec", ["int8", "int4", "bf16", "topk", "sparse2", {"type": "2bit", "threshold": 0.5}, {"type": "1bit"}]
+)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_codes_are_those_of_a_simulation(ranks: int, spec: Any) -> None:
     compressor = Threshold(bits=int(spec["type"][0])) if isinstance(spec, dict) else compression.get(spec)

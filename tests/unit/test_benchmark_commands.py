@@ -69,6 +69,7 @@ def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("churn --every x", "could not convert"),
         ("startup --ranks 2,0", "--ranks must be 1 or more"),
         ("rounds overlap --every 0", "--every must be 1 or more"),
+        ("rounds_loss --warm-up 1", "from 0 to below 1"),
         ("kernels --fraction nan", "above 0 and at most 1"),
         ("tune --ranks 1", "--ranks must be 2 or more"),
         ("hosts run --hosts 2", "which command?"),

@@ -33,4 +33,4 @@ def check_payload(what: str, payload: Payload) -> Tensor:
 def native_name(codec: str, error_feedback: Any) -> str | None:
     """`codec` where the core serves: no error feedback, or the standard one."""
     feedback = feedback_of(error_feedback)
-    return codec if feedback is None or type(feedback) is ErrorFeedback else None
+    return codec if feedback is None or feedback == ErrorFeedback() else None

@@ -27,7 +27,7 @@ from ringdp.compression.exchange.outgoing import Outgoing, Sizes, message_bytes
 from ringdp.compression.exchange.packing import front, read
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, AllToAll, Exchange, Request
-from ringdp.compression.exchange.section import Coder, Section
+from ringdp.compression.exchange.section import Coder, Section, in_order
 from ringdp.compression.protocol import Payload
 
 
@@ -151,11 +151,3 @@ class Payloads:
         for r, message in self._messages.items():
             found[r], self._at[r] = read(message, self._at[r], self._sizes[r, self._part][index])
         return found
-
-
-def in_order(terms: Sequence[Tensor]) -> Tensor:
-    """The sum, added one after the other: a new tensor."""
-    total = terms[0] + terms[1]
-    for term in terms[2:]:
-        total.add_(term)
-    return total

@@ -196,8 +196,10 @@ class Coder:
         own = Key(section.name, "compressor", phase, part)
         info = self._info(section, phase, part, self.states.copy(own))
         residual, following = self._residuals(section, part)
+        feedback = section.feedback_in(phase)
+        assert isinstance(feedback, ErrorFeedback)
         payload, left = section.compressor.compress_with_residual(  # type: ignore[attr-defined]
-            x, residual, info, following
+            x, feedback.decayed(residual), info, following
         )
         if left.data_ptr() != following.data_ptr():  # torch operations made it
             following.copy_(left)
@@ -240,6 +242,20 @@ class Coder:
         decoded = section.compressor.decompress(payload, info) if into is None else into(payload, info, out)
         return _checked(section, "decompress", decoded, info.numel)
 
+    def sum(self, section: Section, payloads: Sequence[Payload], out: Tensor) -> Tensor:
+        """What whole payloads decode to, added in their order; in `out` where the compressor can add to it.
+
+        Raises:
+            InvalidArgumentError: as `decode`.
+        """
+        add = getattr(section.compressor, "decompress_add", None)
+        if add is None:
+            return in_order([self.decode(section, payload, "rank", 0) for payload in payloads])
+        out.zero_()
+        for payload in payloads:
+            add(payload, self._info(section, "rank", 0, {}), out)
+        return out
+
     def average(self, sections: Sequence[Section], xs: Sequence[Tensor], *, in_place: bool = False) -> Rounds:
         """The rounds of sections of one compressor, whose elements are `xs`; returns the means.
 
@@ -272,7 +288,8 @@ class Coder:
     def _average_at_once(self, sections: Sequence[Section], xs: Sequence[Tensor], in_place: bool) -> Rounds:
         """By a compressor that adds the residuals and finds the new ones in the passes that encode and decode."""
         keys = [Key(section.name, "compressor", "rank", 0) for section in sections]
-        residuals = [self.states.residual(section.name) for section in sections]
+        kept = [(section.feedback, self.states.residual(section.name)) for section in sections]
+        residuals = [it if it is None else feedback.decayed(it) for feedback, it in kept]  # type: ignore[union-attr]
         infos = [
             self._info(section, "rank", 0, self.states.copy(key)) for section, key in zip(sections, keys, strict=True)
         ]
@@ -323,6 +340,14 @@ class Coder:
             state=state,
             loss_scale=self.loss_scale,
         )
+
+
+def in_order(terms: Sequence[Tensor]) -> Tensor:
+    """The sum, added one after the other: a new tensor."""
+    total = terms[0] + terms[1]
+    for term in terms[2:]:
+        total.add_(term)
+    return total
 
 
 def _checked(section: Section, method: str, x: Any, numel: int) -> Tensor:

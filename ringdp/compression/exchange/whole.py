@@ -12,7 +12,7 @@ from torch import Tensor
 from ringdp.compression.exchange.agreement import act_on, marks, open_messages, read_marks
 from ringdp.compression.exchange.finite import non_finite_flags, write_nan
 from ringdp.compression.exchange.outgoing import Outgoing, message_bytes
-from ringdp.compression.exchange.owner import Elements, Payloads, in_order
+from ringdp.compression.exchange.owner import Elements, Payloads
 from ringdp.compression.exchange.plan import Plan
 from ringdp.compression.exchange.requests import AllGather, AllReduce, Exchange
 from ringdp.compression.exchange.section import Coder
@@ -33,8 +33,13 @@ def gather_exchange(plan: Plan, bucket: Tensor, coder: Coder, divisor: Tensor) -
     payloads = Payloads(plan, messages, sizes, 0)
     for index, section in enumerate(plan.sections):
         if section.count:
-            terms = [coder.decode(section, payload, "rank", 0) for payload in payloads.of(index).values()]
-            section.of(bucket, 0).copy_(coder.result(section, in_order(terms).div_(divisor), 0))
+            place = section.of(bucket, 0)
+            # A section's `result` may keep what it gets.
+            total = place if section.result is None else torch.empty_like(place)
+            mean = coder.sum(section, list(payloads.of(index).values()), total).div_(divisor)
+            gradient = coder.result(section, mean, 0)
+            if gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
     write_nan(plan, bucket, flags)
 
 

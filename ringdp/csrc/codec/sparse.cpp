@@ -153,7 +153,8 @@ Code spoilt(std::size_t count) {
 
 Selected select(const float* x, const float* residual, float* new_residual, float factor, float threshold,
                 std::size_t most, std::size_t count, std::size_t equals) {
-  const Scan scan{x, residual, new_residual, factor, std::bit_cast<uint32_t>(std::max(threshold, kLeastThreshold))};
+  const auto least = std::bit_cast<uint32_t>(std::max(threshold, kLeastThreshold));
+  const Scan scan{x, residual, new_residual, factor, 1.0f, least};
   const ScanBlock look = scan_block(current_isa());
   Writer writer(count, std::min(most, count));
   Selected selected;

@@ -24,7 +24,7 @@ void scan_rest(float* v, uint64_t* large, const Scan& scan, std::size_t at, std:
   for (std::size_t i = begin; i < n; ++i) {
     v[i] = scan.x[at + i];
     if (scan.residual != nullptr) {
-      v[i] = v[i] + scan.factor * scan.residual[at + i];
+      v[i] = v[i] + scan.factor * scan.decay * scan.residual[at + i];
       scan.new_residual[at + i] = v[i] * (1.0f / scan.factor);
     }
     const uint32_t magnitude = std::bit_cast<uint32_t>(v[i]) & kMagnitude;
@@ -44,7 +44,7 @@ RINGDP_TARGET_AVX2 bool scan_avx2(float* v, uint64_t* large, const Scan& scan, s
   large[0] = large[1] = large[2] = large[3] = 0;
   const __m256i magnitude = _mm256_set1_epi32(static_cast<int>(kMagnitude));
   const __m256i below = _mm256_set1_epi32(static_cast<int>(scan.threshold - 1));
-  const __m256 factor = _mm256_set1_ps(scan.factor), inverse = _mm256_set1_ps(1.0f / scan.factor);
+  const __m256 factor = _mm256_set1_ps(scan.factor * scan.decay), inverse = _mm256_set1_ps(1.0f / scan.factor);
   std::size_t i = 0;
   for (; i + 8 <= n; i += 8) {
     __m256 value = _mm256_loadu_ps(scan.x + at + i);
@@ -65,7 +65,7 @@ RINGDP_TARGET_AVX512 bool scan_avx512(float* v, uint64_t* large, const Scan& sca
   large[0] = large[1] = large[2] = large[3] = 0;
   const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
   const __m512i threshold = _mm512_set1_epi32(static_cast<int>(scan.threshold));
-  const __m512 factor = _mm512_set1_ps(scan.factor), inverse = _mm512_set1_ps(1.0f / scan.factor);
+  const __m512 factor = _mm512_set1_ps(scan.factor * scan.decay), inverse = _mm512_set1_ps(1.0f / scan.factor);
   std::size_t i = 0;
   for (; i + 16 <= n; i += 16) {
     __m512 value = _mm512_loadu_ps(scan.x + at + i);

@@ -16,11 +16,12 @@ struct Scan {
   const float* residual;  // may be null: without feedback
   float* new_residual;
   float factor;
+  float decay;
   uint32_t threshold;  // bits of a positive float
 };
 
-// v = x + factor·residual for n elements from `at` on, new_residual = v / factor, and a bit of `large` for each v whose
-// magnitude is at least the threshold, or that is a NaN. Returns whether there is any.
+// v = x + factor·decay·residual for n elements from `at` on, new_residual = v / factor, and a bit of `large` for each v
+// whose magnitude is at least the threshold, or that is a NaN. Returns whether there is any.
 using ScanBlock = bool (*)(float* v, uint64_t* large, const Scan& scan, std::size_t at, std::size_t n);
 
 ScanBlock scan_block(Isa isa);

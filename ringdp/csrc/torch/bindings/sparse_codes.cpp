@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "codec/sparse.h"
+#include "codec/sparse2.h"
 #include "codec/sparse_scan.h"
 #include "torch/bindings/bindings.h"
 #include "torch/bindings/flat_tensors.h"
@@ -106,6 +107,39 @@ at::Tensor sparse_merge(const std::vector<at::Tensor>& codes, std::size_t numel,
   return tensor_of(sparse::merge(views, divisor, lost ? lost->mutable_data_ptr<float>() : nullptr, back, numel));
 }
 
+void require_kept(std::size_t kept) {
+  if (kept == 0 || kept > sparse2::kChunk)
+    throw Error(ErrorKind::kValue,
+                std::to_string(kept) + " entries of a chunk; it must be 1 to " + std::to_string(sparse2::kChunk));
+}
+
+bool sparse2_encode(const at::Tensor& code, const at::Tensor& x, const MaybeTensor& residual,
+                    const MaybeTensor& new_residual, float factor, float decay, std::size_t kept) {
+  const std::size_t count = count_of(x, residual, factor);
+  require_kept(kept);
+  if (residual.has_value() != (new_residual && new_residual->numel() == x.numel()))
+    throw Error(ErrorKind::kValue, "a residual and its new one, of as many elements as x, must both be given");
+  if (new_residual) require_flat(*new_residual, at::kFloat, "the new residual");
+  require_flat(code, at::kByte, "the code");
+  if (static_cast<std::size_t>(code.numel()) != sparse2::encoded_bytes(count, kept))
+    throw Error(ErrorKind::kValue, "room for " + std::to_string(code.numel()) + " bytes of a code of " +
+                                       std::to_string(sparse2::encoded_bytes(count, kept)));
+  py::gil_scoped_release no_gil;
+  const sparse2::Input input{x.const_data_ptr<float>(), floats_or_null(residual),
+                             new_residual ? new_residual->mutable_data_ptr<float>() : nullptr, factor, decay};
+  return sparse2::encode(static_cast<std::byte*>(code.mutable_data_ptr()), input, count, kept) == Encoded::kFinite;
+}
+
+bool sparse2_add(const at::Tensor& sum, const at::Tensor& code, std::size_t kept, float weight) {
+  require_flat(sum, at::kFloat, "the sum");
+  require_kept(kept);
+  const auto bytes = bytes_of(code);
+  const auto count = static_cast<std::size_t>(sum.numel());
+  py::gil_scoped_release no_gil;
+  sparse2::check(bytes, count, kept);
+  return sparse2::decode_add(sum.mutable_data_ptr<float>(), bytes.data(), weight, count, kept) == Encoded::kFinite;
+}
+
 }  // namespace
 
 void bind_sparse_codes(py::module_& module) {
@@ -130,6 +164,21 @@ void bind_sparse_codes(py::module_& module) {
       py::arg("lost") = py::none(), py::arg("back") = 1.0F,
       "The code of the sum of what the codes hold, added in order, by `divisor`. What its rounding loses, times\n"
       "`back`, is added to `lost`, float32 [numel]. Raises ValueError as sparse_decode.");
+  module.def(
+      "sparse2_bytes",
+      [](std::size_t numel, std::size_t kept) {
+        require_kept(kept);
+        return sparse2::encoded_bytes(numel, kept);
+      },
+      py::arg("numel"), py::arg("kept"), "Bytes of the sparse2 code of `numel` elements, `kept` of each 4,096.");
+  module.def("sparse2_encode", &sparse2_encode, py::arg("code"), py::arg("x"), py::arg("residual"),
+             py::arg("new_residual"), py::arg("factor"), py::arg("decay"), py::arg("kept"),
+             "Write the sparse2 code of v = x + factor * decay * residual, and v - decode(code) by factor. Returns\n"
+             "whether what it has is finite. float32 [numel]; both residuals may be None, or the same.");
+  module.def(
+      "sparse2_add", &sparse2_add, py::arg("sum"), py::arg("code"), py::arg("kept"), py::arg("weight") = 1.0F,
+      "sum += weight * decode(code), in place, float32 [numel]. Returns whether the code's elements were finite.\n"
+      "Raises ValueError for bytes that are not a code of so many elements.");
 }
 
 }  // namespace ringdp
