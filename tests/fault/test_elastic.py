@@ -168,6 +168,11 @@ def test_a_program_that_goes_on_from_its_checkpoint(tmp_path: Path, victim: int)
     assert told[0]["parameters"] == told[1]["parameters"]
 
 
+def test_another_job_of_a_process_that_was_left_alone(tmp_path: Path) -> None:
+    outcomes = run_outcomes(jobs.another_job_afterwards, str(tmp_path), world_size=3, backend=None, others_stay=True)
+    assert set(survivors(outcomes, {1: signal.SIGKILL}).values()) == {2.0}
+
+
 def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:
     for said in run_ranks(jobs.refusals, str(tmp_path), world_size=2, backend=None):
         assert set(said) == set(jobs.REFUSED)
