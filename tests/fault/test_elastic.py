@@ -85,6 +85,14 @@ def test_a_loss_scale_follows_the_survivors_gradients(tmp_path: Path, infinite: 
     assert halved == (infinite == 2)  # what the dead rank had does not count
 
 
+def test_who_had_an_overflow_is_asked_again(tmp_path: Path) -> None:
+    """By the scaler, behind a backward that counts with the infinite gradients of the lost rank."""
+    told = compare(tmp_path, 3, Faults().kill(1, 2, "after backward"), overflow=(1, 2), width=8)
+    scales = [float(text.split()[-1]) for text in told[0].parameters]
+    assert scales[2] < scales[1]
+    assert "who had an overflow was made again without the part of rank 1" in changes(told)[0]
+
+
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     told = live(tmp_path, 3, Faults().stop(1, 1, seconds=1))
     assert all(one.sizes == [3, 3, 3, 3] for one in told.values())

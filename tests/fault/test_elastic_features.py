@@ -229,7 +229,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     else:
         options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
         job["norm"] = False  # its buffers are not of that type
-    if job.get("accumulate") and draw.random() < 0.5:
+    if job.get("accumulate") and job.get("hook") not in ("torch powerSGD", "ddp_hook") and draw.random() < 0.5:
         job["freeze"] = tuple(step for step in range(4) if draw.random() < 0.5)
     elif chosen == "compression" and draw.random() < 0.3:
         job["replace"] = draw.randrange(4)
