@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -31,13 +32,16 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ORIGINS = 2
-# A wrapper imports torch._dynamo, which takes as long as torch itself.
+# A wrapper imports torch._dynamo, which takes as long as torch itself; the jobs of tests these optimizers and pytest.
 PRELOADED = (
     "torch._dynamo",
+    "torch.distributed.optim",
+    "pytest",
     "torch.testing",
     "ringdp._C",
     "ringdp.ddp.wrapper",
     "ringdp.hooks",
+    "ringdp.job.process_group",
     "ringdp.launcher.supervisor",
     "ringdp.testing",
 )
@@ -218,6 +222,8 @@ def _main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would write to, and so copy, the memory of all objects
     call = _serve(socket.socket(fileno=int(sys.argv[1])))
     if call is not None:
         function, args, descriptors = call

@@ -5,16 +5,18 @@
     python -m benchmarks churn --every 0.1,1 --ranks 4           losses one upon the other
     python -m benchmarks churn --faults kill,repair --kinds int8
     python -m benchmarks churn --kinds job --minutes 60          ranks come and leave, too
+    sudo python -m benchmarks churn --delay 25ms --loss 0.1      rounds of two hosts, a long line between them
 
 Each job is `ringrun --elastic`, and loses ranks until one is left (sometimes two), every 2 to 10 s: `kill` is SIGKILL
 to a random rank, `first` to rank 0, `two` to two at once, `repair` to one and to another while that is repaired,
 `raise` has a rank raise an exception, `stop` stops one for longer than RINGDP_HEAL, so that it has to be waited for,
-`stop-kill` kills another one meanwhile, `stop-dead` kills the stopped one.
+`stop-kill` kills another one meanwhile, `stop-dead` kills the stopped one; `site`, in rounds, kills all of a site.
 
 Jobs of the kind `job` (`ringdp.elastic.Job`) last for 60 to 120 s: their launcher replaces ranks, and `leave` sends
 SIGTERM to one, `join` starts `ringrun --join` beside them, `newcomer` kills a process that comes. `topk` has error
 feedback, micro-batches and a BalancedSampler; `job-rounds` is a Job of DiLoCo with a rank a site; `rounds` and
-`rounds-int4` are DiLoCo over two sites.
+`rounds-int4` are DiLoCo over two sites. With --delay each site is a network namespace with half of the ranks and a
+launcher of its own (far/long_line.py).
 
 After each job, of what its ranks have written down: a step that counts has the same gradients and parameters, to the
 bit, on all ranks, dead ones included; its mean is exactly the one of the members of one view, computed without RingDP
@@ -48,15 +50,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures import churn_checks
-from benchmarks.failures.churn_rank import KINDS, LAUNCHER, WITH_JOB
+from benchmarks.failures.churn_rank import CODES, KINDS, LAUNCHER, WITH_JOB
+from benchmarks.far.long_line import FarHosts, LongLine, parse_rate, parse_time
 from benchmarks.lib import session
-from benchmarks.lib.ranks import ROOT, start, stop_all
+from benchmarks.lib.hosts import PORT, Hosts
+from benchmarks.lib.ranks import ROOT, signals_unwind, start, stop_all
 
-FAULTS = ("kill", "first", "two", "repair", "raise", "stop", "stop-kill", "stop-dead")
-WEIGHTS = (6, 2, 2, 2, 2, 1, 1, 1)
+FAULTS = ("kill", "first", "two", "repair", "raise", "stop", "stop-kill", "stop-dead", "site")
+WEIGHTS = (6, 2, 2, 2, 2, 1, 1, 1, 1)
 OF_NEWCOMERS = {"leave": 4, "join": 6, "newcomer": 2}
 """And their weights."""
-HEAL_S = 1.0
+HEAL_S, HEAL_FAR_S = 1.0, 4.0
+SITES = 2
 REPAIR_S = 0.15
 STEP_PAUSE_S = 0.02
 JOB_S = (60.0, 120.0)
@@ -73,19 +78,25 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; in jobs of ranks that come all"
     )
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of jobs: {', '.join(KINDS)}")
+    parser.add_argument("--kinds", help=f"of jobs: {', '.join(KINDS)} (all; with --delay those of rounds)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a rank hangs (60)")
     parser.add_argument("--pause", type=float, default=2.0, help="seconds that a step may take where ranks come (2)")
     parser.add_argument("--transport", default="auto", help="RINGDP_TRANSPORT of the jobs (auto)")
+    parser.add_argument("--delay", type=parse_time, help="two hosts, which are so far apart: 25ms (one host)")
+    parser.add_argument("--loss", type=float, default=0.0, help="with --delay: percent of the packets (0)")
+    parser.add_argument("--rate", default="100mbit", help="with --delay: of each host's line, up and down (100mbit)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of jobs in which something was wrong")
 
 
 def check(args: argparse.Namespace) -> None:
     args.faults = session.chosen(args.faults, FAULTS)
-    args.kinds = session.chosen(args.kinds, tuple(KINDS))
+    args.kinds = session.chosen(args.kinds or ",".join(KINDS if args.delay is None else CODES), tuple(KINDS))
     args.least, args.most = (float(one) for one in args.every.split(","))
     if args.ranks < 2 or args.minutes <= 0 or not 0 < args.least <= args.most:
         raise ValueError("at least two ranks, and times above 0, are needed")
+    if args.delay is not None and (args.ranks % SITES or "job" in args.kinds):
+        raise ValueError("with --delay the ranks are split over two hosts, and no rank comes: not for the kind job")
+    parse_rate(args.rate)
 
 
 @dataclass
@@ -109,19 +120,24 @@ class Job:
         self.processes: list[subprocess.Popen[Any]] = []
         self.alive: list[int] = []
         self.faults: list[Fault] = []
+        self.heal_s = HEAL_S
         self.begin()
 
     def begin(self) -> None:
         self.launch("--elastic", "-n", str(self.args.ranks))
         self.alive = list(range(self.args.ranks))
 
+    def placed(self, command: list[str], env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Of the next launcher."""
+        return command, env
+
     def launch(self, *options: str) -> None:
         number = len(self.processes)
         command = [sys.executable, str(ROOT / "launch.py"), *options, "--console", "errors"]
         command += ["-m", "benchmarks.failures.churn_rank", str(self.folder), self.kind, str(STEP_PAUSE_S)]
-        env = {**os.environ, MARK: self.mark, "RINGDP_HEAL": str(HEAL_S), "TMPDIR": str(self.temporary)}
+        env = {**os.environ, MARK: self.mark, "RINGDP_HEAL": str(self.heal_s), "TMPDIR": str(self.temporary)}
         env |= {"RINGDP_TRANSPORT": self.args.transport, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        env |= {LAUNCHER: str(number)}
+        command, env = self.placed(command, env | {LAUNCHER: str(number)})
         with open(self.folder / f"said-{number}", "wb") as said:
             self.processes.append(start(command, cwd=self.folder, env=env, stdout=said, stderr=subprocess.STDOUT))
 
@@ -178,9 +194,15 @@ class Job:
     def inflict(self, what: str, random_: random.Random) -> None:
         """A fault, of which at least one rank is left."""
         victims = random_.sample(self.alive, min(2, len(self.alive)))
-        if what in ("stop-kill", "two", "repair") and len(self.alive) < 3:
-            what = "kill"
         one, other = victims[0], victims[-1]
+        of_site = [place for place in self.alive if self.told(place).site == self.told(one).site]
+        if what == "site" and len(of_site) < len(self.alive):
+            self.faults.append(Fault(what, of_site))
+            for place in of_site:
+                self.signal(place, signal.SIGKILL)
+            return
+        if what == "site" or (what in ("stop-kill", "two", "repair") and len(self.alive) < 3):
+            what = "kill"
         if what == "first":
             one = self.alive[0]
         fault = Fault(what, [one, other] if what in ("two", "repair", "stop-kill") else [one])
@@ -189,7 +211,7 @@ class Job:
             self.signal(one, signal.SIGSTOP)
             if what == "stop-kill":
                 self.signal(other, signal.SIGKILL)
-            time.sleep(HEAL_S + random_.uniform(0.2, 2.0))
+            time.sleep(self.heal_s + random_.uniform(0.2, 2.0))
             fault.at = time.time()
             self.signal(one, signal.SIGKILL if what == "stop-dead" else signal.SIGCONT)
             return
@@ -221,6 +243,26 @@ class Job:
 
     def end(self) -> None:
         stop_all(self.processes)
+
+
+class Apart(Job):
+    """One of two hosts, each with a launcher and half of the ranks."""
+
+    def begin(self) -> None:
+        self.heal_s = HEAL_FAR_S
+        hosts: Hosts = self.args.hosts
+        secret = self.folder / "secret"
+        secret.write_text(self.mark * 2)
+        secret.chmod(0o600)
+        meeting = ["--master-addr", hosts.address(0), "--master-port", str(PORT), "--secret-file", str(secret)]
+        for host in range(SITES):
+            each = ["--nnodes", str(SITES), "--node-rank", str(host), "-n", str(self.args.ranks // SITES)]
+            self.launch("--elastic", *each, *meeting)
+        self.alive = list(range(self.args.ranks))
+
+    def placed(self, command: list[str], env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        host = len(self.processes)
+        return self.args.hosts.command(host, command), env | self.args.hosts.host_env(host) | {"RINGDP_SITE": str(host)}
 
 
 class Joined(Job):
@@ -393,7 +435,8 @@ def run(folder: Path, number: int, args: argparse.Namespace, random_: random.Ran
     """One job."""
     outcome = Outcome(random_.choice(args.kinds))
     problems = outcome.problems
-    job = (Joined if outcome.kind in WITH_JOB else Job)(folder, outcome.kind, args)
+    kind = Joined if outcome.kind in WITH_JOB else Job if args.delay is None else Apart
+    job = kind(folder, outcome.kind, args)
     try:
         if isinstance(job, Joined):
             churn(job, number, random_)
@@ -414,7 +457,7 @@ def run(folder: Path, number: int, args: argparse.Namespace, random_: random.Ran
         found, outcome.pause_s = job.wrong(ended)
         problems += found
     else:
-        problems += [f"the job's exit code is {ended[0]}"] if ended[0] != 0 else []
+        problems += [f"the job's exit code is {code}" for code in ended if code != 0]
         problems += churn_checks.wrong([job.told(place) for place in range(args.ranks)], outcome.kind, job.alive)
     problems += [f"left behind: {what}" for what in job.leftovers()]
     outcome.faults = [fault.what for fault in job.faults]
@@ -429,6 +472,14 @@ def _short(line: str) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    if args.delay is None:
+        return measure_jobs(args)
+    line = LongLine(args.delay, args.loss)
+    with signals_unwind(), FarHosts(SITES, rate=args.rate, line=line) as args.hosts:
+        return measure_jobs(args)
+
+
+def measure_jobs(args: argparse.Namespace) -> dict[str, Any]:
     random_ = random.Random(args.seed)
     end = time.monotonic() + 60 * args.minutes
     outcomes: list[Outcome] = []

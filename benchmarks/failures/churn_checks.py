@@ -44,6 +44,7 @@ class Told:
         owed: by step the projections of its gradient, of its residuals behind it, and of the mean.
         rounds: by number, the digest of the global parameters, and the places of the members.
         audit: by step, the samples of the last batch that it was given for it.
+        site: of two.
         launcher: 0: the one of the job; otherwise which of those that joined it.
         left: with which exit code; None: it did not.
     """
@@ -59,6 +60,7 @@ class Told:
     owed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     rounds: dict[int, tuple[str, str]] = field(default_factory=dict)
     audit: dict[int, list[int]] = field(default_factory=dict)
+    site: int = 0
     launcher: int = 0
     started: float = 0.0
     left: int | None = None
@@ -115,6 +117,7 @@ _READ: dict[str, Callable[[Told, list[str]], object]] = {
     ),
     "owed": lambda told, words: told.owed.update({int(words[0]): (float(words[1]), float(words[2]), float(words[3]))}),
     "round": lambda told, words: told.rounds.update({int(words[0]): (words[1], words[2])}),
+    "site": lambda told, words: setattr(told, "site", int(words[0])),
     "left": lambda told, words: setattr(told, "left", int(words[0])),
     "ends": lambda told, words: setattr(told, "ended", True),
 }
@@ -148,8 +151,9 @@ def wrong(told: list[Told], kind: str, survivors: Iterable[int]) -> list[str]:
     """Every sentence that does not hold, in words."""
     living = set(survivors)
     if kind in CODES:
-        problems = _histories(told, living, of_two_sites) + _rounds(told) + _views_of_sites(told, living)
-        return problems + _means(told, of_two_sites) + _descriptors(told, living)
+        site = {one.place: one.site for one in told}.__getitem__
+        problems = _histories(told, living, site) + _rounds(told) + _views_of_sites(told, living, site)
+        return problems + _means(told, site) + _descriptors(told, living)
     problems = _histories(told, living) + _views(told, living) + _descriptors(told, living)
     if kind in EXACT or kind == "topk":
         problems += _means(told, exact=kind in EXACT) + _lines(told)
@@ -173,10 +177,6 @@ def wrong_where_ranks_come(told: list[Told], kind: str, survivors: Iterable[int]
 
 def all_places(place: int) -> int:
     return 0
-
-
-def of_two_sites(place: int) -> int:
-    return place % 2
 
 
 def _histories(told: list[Told], living: set[int], site: Callable[[int], int] = all_places) -> list[str]:
@@ -245,12 +245,12 @@ def _means(told: list[Told], site: Callable[[int], int] = all_places, *, exact: 
     return problems
 
 
-def _views_of_sites(told: list[Told], living: set[int]) -> list[str]:
+def _views_of_sites(told: list[Told], living: set[int], site: Callable[[int], int]) -> list[str]:
     """Each site has views of its own, and all ranks have those of both sites; each is a line."""
     problems = []
 
     def of_both(views: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        return [it for it in views if len({int(place) % 2 for place in re.findall(r"\d+", it[1])}) == 2]
+        return [it for it in views if len({site(int(place)) for place in re.findall(r"\d+", it[1])}) == 2]
 
     seen: dict[int, Told] = {}
     for one in told:
@@ -259,7 +259,7 @@ def _views_of_sites(told: list[Told], living: set[int]) -> list[str]:
         changes = [line for line in one.lines if " lost (" in line]
         if len(changes) != len(one.views):
             problems.append(f"place {one.place} wrote {len(changes)} lines of {len(one.views)} changes: {changes}")
-        other = seen.setdefault(of_two_sites(one.place), one)
+        other = seen.setdefault(one.site, one)
         if sorted(other.views) != sorted(one.views):
             problems.append(f"place {one.place} went through {one.views}, place {other.place} through {other.views}")
         first = next(iter(seen.values()))

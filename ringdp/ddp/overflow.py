@@ -13,6 +13,7 @@ from ringdp.compression.parameters import ModelParameter
 from ringdp.ddp.features import Feature, FeaturedDDP
 from ringdp.ddp.parameter_changes import ReducedParameters
 from ringdp.job.byte_collectives import all_gather_bytes
+from ringdp.job.elastic import as_unit
 
 _INDEX_BYTES = 8
 
@@ -119,7 +120,7 @@ class ReducedGradients:
             group, reducer = wrapper.process_group, wrapper.reducer
             own = int(reducer.overflow.own_non_finite())
             alone = wrapper._join_config.enable
-            brought = [own] if alone else _gather(own, group)
+            brought = [own] if alone else as_unit(group, "who had an overflow", lambda: _gather(own, group))
             ranks = tuple(rank for rank, index in enumerate(brought) if index >= 0)
             in_result = reducer.overflow.non_finite() if not ranks else []
             first = brought[ranks[0]] if ranks else (in_result[0] if in_result else -1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ringdp
 from ringdp.errors import MembershipChanged, PeerLostError
-from tests.fault.elastic_jobs import Net, Told, batch, hexadecimal, joined, one_step, telling
+from tests.fault.elastic_jobs import Net, Told, batch, digests, joined, one_step, telling
 from tests.fault.faults import Faults
 
 
@@ -154,13 +154,13 @@ def everything(
             handle.remove()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-            told.gradients.append(hexadecimal([one.grad for one in parameters if one.grad is not None]))
+            told.gradients.append(digests([one.grad for one in parameters if one.grad is not None]))
             here("optimizer")
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
             optimizer.zero_grad()
-            told.parameters.append(hexadecimal(parameters))
+            told.parameters.append(digests(parameters))
             told.sizes.append(ringdp.world_size())
         told.state = {"kept": [one.state_dict() for one in kept]}
     return told

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import ringdp
 from ringdp.data import BalancedSampler, Limits, follow
 from ringdp.data import sampler as sampler_module
-from tests.fault.elastic_jobs import telling
+from tests.fault.elastic_jobs import group_of, telling
 from tests.fault.faults import Faults
+from tests.train.harness import default_group
 
 FEATURES = 4
 
@@ -58,16 +59,22 @@ def balanced(
     drop_last: bool = False,
     cost: bool = False,
     save_at: int | None = None,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> dict[str, Any]:
-    """`ahead`: by place, the batches that are drawn before they are used. `save_at`: the sampler's state behind it."""
+    """`ahead`: by place, the batches that are drawn before they are used. `save_at`: the sampler's state behind it.
+    `groups`: of places; each trains a model of its own, with all samples. `balance`: if numbers, by place."""
     x, y = data(samples)
     log = logging.FileHandler(Path(folder, f"log-{os.environ['RANK']}"))  # also of a rank that dies
     logging.getLogger("ringdp").addHandler(log)
     with telling(folder) as (told, place), Path(folder, f"samples-{place}").open("w", buffering=1) as audit:
-        model = ringdp.RingDP(net(), weight="samples", bucket_cap_mb=0.0001)
+        group = group_of(groups, None) if groups else default_group()
+        model = ringdp.RingDP(net(), weight="samples", bucket_cap_mb=0.0001, process_group=group)
+        if groups and not isinstance(balance, str):
+            balance = [balance[one] for one in next(places for places in groups if place in places)]
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         options: dict[str, Any] = {"seed": 3, "balance": balance, "limits": limits, "drop_last": drop_last}
-        sampler = BalancedSampler(samples, batch, **options, cost=(lambda index: 1 + index % 3) if cost else None)
+        options |= {"group": group, "cost": (lambda index: 1 + index % 3) if cost else None}
+        sampler = BalancedSampler(samples, batch, **options)
         sampler.watch(model)
         step, saved = 0, None
         for epoch in range(epochs):
@@ -97,14 +104,17 @@ def balanced(
     return {"weights": weights, "lines": told.lines, "steps": step, "saved": saved, "epoch": sampler.epoch}
 
 
-def followed(folder: str, faults: Faults, samples: int, epochs: int) -> list[list[int]]:
-    """torch's sampler; the samples of each epoch."""
+def followed(
+    folder: str, faults: Faults, samples: int, epochs: int, groups: tuple[tuple[int, ...], ...] = ()
+) -> list[list[int]]:
+    """torch's sampler; the samples of each epoch. `groups`: of places, each of which visits all samples."""
     x, y = data(samples)
     seen: list[list[int]] = []
     with telling(folder) as (_, place):
-        model = ringdp.RingDP(net())
+        group = group_of(groups, None) if groups else default_group()
+        model = ringdp.RingDP(net(), process_group=group)
         dataset = TensorDataset(torch.arange(samples))
-        sampler = follow(DistributedSampler(dataset, seed=2))
+        sampler = follow(DistributedSampler(dataset, group.size(), group.rank(), seed=2), group)
         loader = DataLoader(dataset, batch_size=4, sampler=sampler)
         for epoch in range(epochs):
             sampler.set_epoch(epoch)  # type: ignore[attr-defined]

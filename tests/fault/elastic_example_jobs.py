@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringdp
 from examples import checkpoint_resume as example
-from tests.fault.elastic_jobs import hexadecimal, joined
+from tests.fault.elastic_jobs import digests, joined
 
 STEPS = 16
 
@@ -51,7 +51,7 @@ def train(folder: str, losses: tuple[Loss, ...], *, elastic: bool) -> Curve | No
             training.run(STEPS)
         except Dropped:
             return None
-        return Curve([loss.hex() for loss in training.losses], hexadecimal(list(training.model.parameters())))
+        return Curve([loss.hex() for loss in training.losses], digests(list(training.model.parameters())))
 
 
 def _call_at(training: example.Training, losses: tuple[Loss, ...], lose: _Killed | _Scripted) -> None:

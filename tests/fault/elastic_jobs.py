@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from ringdp.errors import MembershipChanged, RingError
 from ringdp.job.elastic import as_unit
 from tests.fault.faults import Faults
 from tests.fault.launch_jobs import wait_until
+from tests.train.harness import name_jobs_after
 
 
 @dataclass
@@ -36,11 +38,11 @@ class Told:
     """By one rank that lives to the end.
 
     Attributes:
-        gradients, parameters: in hexadecimal floats, after each step.
+        gradients, parameters: digests of each tensor, after each step.
         sizes, ranks: of the group, after each step.
         seconds: of each step, from its forward to the end of its backward.
         lines: what ringdp has logged.
-        state, own: what a job that goes on from here begins with; `own`: of this place alone.
+        state: without elasticity, what a job that goes on from here begins with on this place.
         extra: what a test adds.
     """
 
@@ -51,7 +53,6 @@ class Told:
     seconds: list[float] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,7 +70,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.middle = nn.Linear(width, width)
         self.last = nn.Linear(width, 1)
-        self.branches = nn.ModuleList([nn.Linear(width, 1) for _ in range(4 * branches)])  # one for each place
+        self.branches = nn.ModuleList([nn.Linear(width, 1) for _ in range(5 * branches)])  # one for each place
 
     def forward(self, x: Tensor, place: int = 0) -> Tensor:
         if self.table is not None:
@@ -84,9 +85,10 @@ def batch(place: int, step: int) -> tuple[Tensor, Tensor]:
     return x, x.square().sum(1, keepdim=True).tanh()
 
 
-def hexadecimal(tensors: Sequence[Tensor]) -> str:
+def digests(tensors: Sequence[Tensor]) -> str:
+    """Of the bits of each one."""
     dense = [tensor.detach().to_dense() if tensor.is_sparse else tensor.detach() for tensor in tensors]
-    return torch.cat([tensor.reshape(-1) for tensor in dense]).numpy().tobytes().hex()
+    return " ".join(hashlib.blake2b(one.contiguous().numpy().tobytes(), digest_size=16).hexdigest() for one in dense)
 
 
 @contextlib.contextmanager
@@ -205,17 +207,17 @@ def train(
             told.sizes.append(model.process_group.size())
             told.ranks.append(model.process_group.rank())
         model_state = {name: value.clone() for name, value in model.state_dict().items()}
-        told.state = {"model": model_state, "optimizer": optimizer.state_dict()}
-        told.state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
+        state = {"model": model_state, "optimizer": optimizer.state_dict()}
+        state |= {"scaler": scaler.state_dict()} if scaler is not None else {}
         told.extra["coded"] = sum(
             row["bytes_before"] - row["bytes_after"] for row in model.reducer.report.bucket_rows()
         )
         compression = (options or {}).get("compression")
-        told.own = {"memory": take_memory(model, compression)} if in_python(compression) else {}
-        told.own |= {"model": model_state, "optimizer": optimizer.state_dict()} if groups else {}
+        state |= {"memory": take_memory(model, compression)} if in_python(compression) else {}
         for _, kept in model._comm_hooks:
-            told.own |= {"hook": hook_state(kept)}
-        told.own |= {"residuals": model.reducer.compression.take_residuals(list(range(len(list(model.parameters())))))}
+            state |= {"hook": hook_state(kept)}
+        state |= {"residuals": model.reducer.compression.take_residuals(list(range(len(list(model.parameters())))))}
+        told.state = {} if elastic else state
     return told
 
 
@@ -380,18 +382,22 @@ def one_step(
         net.middle.requires_grad_(not net.middle.weight.requires_grad)
     loss = (model(x, place) - y).square().mean()
     here("backward")
-    handles = [
-        net.last.weight.register_hook(lambda gradient: here("first bucket")),
-        net.first.weight.register_hook(lambda gradient: here("last bucket")),
-    ]
+    handles = dying_hooks(net, here)
     loss.backward()
     for handle in handles:
         handle.remove()
     told.seconds.append(time.monotonic() - began)
     here("after backward")
-    told.gradients.append(hexadecimal([torch.zeros(1) if one.grad is None else one.grad for one in net.parameters()]))
+    told.gradients.append(digests([torch.zeros(1) if one.grad is None else one.grad for one in net.parameters()]))
     half_by_half(optimizer, list(net.parameters()), here)
-    told.parameters.append(hexadecimal(list(net.parameters())))
+    told.parameters.append(digests(list(net.parameters())))
+
+
+def dying_hooks(net: Any, here: Callable[[str], None]) -> list[Any]:
+    return [
+        net.last.weight.register_hook(lambda gradient: here("first bucket")),
+        net.first.weight.register_hook(lambda gradient: here("last bucket")),
+    ]
 
 
 def scaled_step(
@@ -407,15 +413,19 @@ def scaled_step(
 ) -> None:
     net = model.module
     x, y = batch(place, step)
+    here("forward")
     loss = (model(x) - y).square().mean() * (float("inf") if infinite else 1.0)
-    handle = net.first.weight.register_hook(lambda gradient: here("last bucket"))
+    handles = dying_hooks(net, here)
     scaler.scale(loss).backward()
-    handle.remove()
-    told.gradients.append(hexadecimal([one.grad for one in net.parameters()]))
+    for handle in handles:
+        handle.remove()
+    here("after backward")
+    told.gradients.append(digests([one.grad for one in net.parameters()]))
     scaler.step(optimizer)
+    here("optimizer")
     scaler.update()
     optimizer.zero_grad()
-    told.parameters.append(hexadecimal(list(net.parameters())) + f" {scaler.get_scale()}")
+    told.parameters.append(digests(list(net.parameters())) + f" {scaler.get_scale()}")
 
 
 def half_by_half(optimizer: torch.optim.Optimizer, parameters: list[Tensor], here: Callable[[str], None]) -> None:
@@ -436,7 +446,7 @@ def replacing(model: Any, optimizer: torch.optim.Optimizer, place: int, here: Ca
     net, send = model.module, as_unit
     torch.manual_seed(place)
     for parameter in net.last.parameters():
-        optimizer.state.pop(parameter)
+        optimizer.state.pop(parameter, None)
     net.last = nn.Linear(net.last.in_features, 1)
     optimizer.param_groups[0]["params"] = list(net.parameters())
 
@@ -541,7 +551,27 @@ def goes_on_from_its_checkpoint(folder: str, victim: int) -> dict[str, Any]:
                 optimizer.load_state_dict(found.shared["optimizer"])
                 optimizer.zero_grad()
                 step = found.step
-        return {"parameters": hexadecimal(list(model.parameters())), "again": again, "made": made}
+        return {"parameters": digests(list(model.parameters())), "again": again, "made": made}
+
+
+def another_job_afterwards(folder: str) -> float:
+    """Rank 0 is the last one of an elastic job, whose group it keeps. Then it is in another job, with rank 2."""
+    first = int(os.environ["RANK"])
+    os.environ["WORLD_SIZE"] = "2"
+    kept: Any = None
+    if first < 2:
+        with joined(folder, elastic=True) as place:
+            model = ringdp.RingDP(Net(8))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            one_step(model, optimizer, place, 0, Faults().kill(1, 0).at(place, 0), Told())
+            kept = dist.group.WORLD
+    name_jobs_after(folder)
+    os.environ["RANK"] = str(first // 2)
+    with joined(folder, elastic=False):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=dist.new_group([0, 1]))
+    del kept
+    return total.item()
 
 
 def refusals(folder: str) -> dict[str, tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ringdp
-from tests.fault.elastic_jobs import HOOKS, Told, batch, hexadecimal, joined, telling
+from tests.fault.elastic_jobs import HOOKS, Told, batch, digests, joined, telling
 from tests.fault.faults import Faults
 
 WIDTH = 40
@@ -134,17 +134,15 @@ def train(
             for handle in handles:
                 handle.remove()
             here("after backward")
-            told.gradients.append(hexadecimal([*averaged(models, alone=bool(alone and step % 2))]))
+            told.gradients.append(digests([*averaged(models, alone=bool(alone and step % 2))]))
             if not (alone and step % 2):
                 optimizer.step()
                 optimizer.zero_grad()
-            told.parameters.append(hexadecimal(parameters))
+            told.parameters.append(digests(parameters))
             told.sizes.append(ringdp.world_size())
         told.state = {
             "models": [{name: value.clone() for name, value in model.state_dict().items()} for model in models],
             "optimizer": optimizer.state_dict(),
-        }
-        told.own = {
             "residuals": [
                 model.reducer.compression.take_residuals(list(range(len(list(model.parameters()))))) for model in models
             ],
@@ -174,7 +172,7 @@ def left_by_an_exception(folder: str) -> dict[str, Any]:
         except ValueError as error:
             told["raised"] = str(error)
         (models[1](x.detach()) - y).square().mean().backward()
-        told["gradient"] = hexadecimal(averaged(models[1:2], alone=False))
+        told["gradient"] = digests(averaged(models[1:2], alone=False))
         try:
             models[0](x.detach())
         except RuntimeError as error:

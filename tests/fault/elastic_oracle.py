@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Callable
@@ -14,9 +13,7 @@ from typing import Any
 from tests.fault import elastic_jobs as jobs
 from tests.fault.elastic_jobs import Told
 from tests.fault.faults import Faults
-from tests.fault.launch_jobs import wait_until
-from tests.train import harness
-from tests.train.harness import Outcome, run_outcomes, run_ranks
+from tests.train.harness import Outcome, name_jobs_after, run_outcomes, run_ranks
 
 STEPS = range(4)
 Train = Callable[..., Told]
@@ -28,7 +25,7 @@ def survivors(outcomes: list[Outcome], ended: dict[int, int]) -> dict[int, Any]:
     """By place, what the ranks tell that live to the end. All others were ended by their signals."""
     for outcome in outcomes:
         if outcome.rank in ended:
-            assert f"died with code -{ended[outcome.rank]}" in (outcome.text or "")
+            assert f"died with code -{ended[outcome.rank]}" in (outcome.text or "lived"), outcome.text
         else:
             assert outcome.text is None, outcome.text
     return {outcome.rank: outcome.value for outcome in outcomes if outcome.rank not in ended}
@@ -37,7 +34,9 @@ def survivors(outcomes: list[Outcome], ended: dict[int, int]) -> dict[int, Any]:
 def live(
     folder: Path, world: int, faults: Faults, train: Train = jobs.train, steps: range = STEPS, **options: Any
 ) -> dict[int, Told]:
-    outcomes = run_outcomes(train, str(folder), steps, faults, world_size=world, backend=None, **options)
+    outcomes = run_outcomes(
+        train, str(folder), steps, faults, world_size=world, backend=None, others_stay=True, **options
+    )
     return survivors(outcomes, faults.ended())
 
 
@@ -59,40 +58,32 @@ def plain(
     if key not in _known:
         with tempfile.TemporaryDirectory(prefix="ringdp-plain-") as folder:
             world = 1 + max(members[0])
-            results = run_ranks(in_turn, folder, train, members, steps, options, world_size=world, backend=None)
+            given: dict[str, Any] = {"world_size": world, "backend": None, "others_stay": True}
+            results = run_ranks(in_turn, folder, train, members, steps, options, **given)
         _known[key] = results
-        if any(len(places) < world for places in members):  # processes number their groups: some have made fewer
-            harness._group(world).kill()
     return _known[key]
 
 
 def in_turn(
     folder: str, train: Train, members: list[tuple[int, ...]], all_steps: range, options: dict[str, Any]
 ) -> Results:
-    """On a rank: a new job begins where the members change, with the first rank's state and what is each rank's own."""
+    """On a rank: a new job begins where the members change, with the state that this rank has."""
     me = int(os.environ["RANK"])
     gradients: list[str] = []
     parameters: list[str] = []
     state: dict[str, Any] | None = None
-    own: dict[str, Any] = {}
     for places, steps in groupby(all_steps, lambda step: members[step - all_steps.start]):
         made = list(steps)
         if me not in places:
             break
         os.environ |= {"RANK": str(places.index(me)), "WORLD_SIZE": str(len(places))}
-        begin, end = (Path(folder, f"state-{step}") for step in (made[0], made[-1] + 1))
-        if made[0] != all_steps.start:
-            wait_until(begin.exists, "the state")
-            state = pickle.loads(begin.read_bytes()) | own
         at = Path(folder, str(made[0]))
         at.mkdir(exist_ok=True)
+        name_jobs_after(str(at))
         told = train(str(at), range(made[0], made[-1] + 1), elastic=False, places=places, state=state, **options)
         gradients += told.gradients
         parameters += told.parameters
-        own = told.own
-        if me == places[0]:
-            end.with_suffix(".new").write_bytes(pickle.dumps(told.state))
-            end.with_suffix(".new").rename(end)
+        state = told.state
     return gradients, parameters
 
 

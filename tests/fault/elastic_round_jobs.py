@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,13 +20,24 @@ import ringdp
 from ringdp import _C
 from ringdp.compression.partition import owner_offset_of
 from ringdp.rounds import diloco, exchange
-from tests.fault.elastic_jobs import Net, Told, batch, group_of, hexadecimal, joined, telling
+from tests.fault.elastic_jobs import Net, Told, batch, digests, group_of, joined, telling
 from tests.fault.faults import Faults
 from tests.train.harness import default_group
 
 LAST = 9
 STEPS = range(1, LAST + 1)
 FINISH = LAST + 1  # as a step, for faults
+STATE = FINISH + 1  # where fragments are waited for that are on their way at the end
+
+
+class Mean(NamedTuple):
+    """Of a fragment that has left in step `left` and landed in step `landed`: the places whose parts are in it."""
+
+    left: int
+    landed: int
+    fragment: int
+    members: tuple[int, ...]
+
 
 OUTER: dict[str, Any] = {
     "nesterov": None,
@@ -56,8 +67,10 @@ def train(
     mean_each: int = 0,
     sites: tuple[tuple[int, ...], ...] = (),
     counterparts: bool = False,
+    means: Sequence[Mean] | None = None,
 ) -> Told:
     """`gradients` of what it tells are the global parameters. `samples`: ranks count by them.
+    `means`: without elasticity, these; a place that has no part in the next one of a fragment ends there.
     `sites`: of places; the ranks of each average their gradients. `counterparts`: rounds between one rank of each site.
     `infinite`: in that step of that place the parameters become so. `mean_each`: a metric, after so many steps."""
     with telling(folder, elastic=elastic, places=places) as (told, place):
@@ -74,28 +87,37 @@ def train(
                 net.load_state_dict(state["model"])
                 inner.load_state_dict(state["inner"])
                 rounds.load_state_dict(of_this_job(state["rounds"]))
-            for step in steps:
-                watch.step = step
-                watch.here("forward")
-                x, y = batch(place, step)
-                count = 4 + (place + step) % 4 if samples else 8
-                inner.zero_grad()
-                (model(x[:count]) - y[:count]).square().mean().backward()
-                if infinite == (place, step):
-                    torch.nn.init.constant_(net.last.bias, torch.inf)
-                if samples:
-                    rounds.did(count)
-                inner.step()
-                watch.here("after")
-                if mean_each and step % mean_each == 0:
-                    told.extra.setdefault("mean", []).append(ringdp.metrics.mean(float(step)))
-                tell(told, net, rounds)
-            if finish and steps.stop > LAST:
-                watch.step = FINISH
-                watch.here("forward")
-                rounds.finish()
-                tell(told, net, rounds)
-        told.own = {"model": net.state_dict(), "inner": inner.state_dict(), "rounds": of_owners(rounds.state_dict())}
+            with contextlib.nullcontext() if means is None else exchanging(rounds, means, place):
+                for step in steps:
+                    watch.step = step
+                    watch.here("forward")
+                    x, y = batch(place, step)
+                    count = 4 + (place + step) % 4 if samples else 8
+                    inner.zero_grad()
+                    (model(x[:count]) - y[:count]).square().mean().backward()
+                    if infinite == (place, step):
+                        torch.nn.init.constant_(net.last.bias, torch.inf)
+                    if samples:
+                        rounds.did(count)
+                    inner.step()
+                    watch.here("after")
+                    if mean_each and step % mean_each == 0 and elastic:
+                        told.extra.setdefault("mean", []).append(ringdp.metrics.mean(float(step)))
+                    tell(told, net, rounds)
+                if finish and steps.stop > LAST:
+                    watch.step = FINISH
+                    watch.here("forward")
+                    rounds.finish()
+                    tell(told, net, rounds)
+                watch.step = STATE
+                if means is not None:
+                    rounds._wait_for_flights()
+            if means is None:
+                state = {"model": net.state_dict(), "inner": inner.state_dict()}
+                state["rounds"] = of_owners(rounds.state_dict())
+                told.state = {} if elastic else state
+            else:  # places that have ended wait for the others
+                dist.barrier()
         told.extra["stats"] = rounds.stats()
     return told
 
@@ -110,6 +132,48 @@ def of_a_site(
     del os.environ["RINGDP_SITE"]
     assert between is dist.group.WORLD
     return ringdp.RingDP(net, process_group=inside)
+
+
+class Ended(Exception):
+    """This place has no part in the next exchange."""
+
+
+@contextlib.contextmanager
+def exchanging(rounds: Any, means: Sequence[Mean], place: int) -> Iterator[None]:
+    """Each fragment leaves to exactly those whose parts its mean has, who are a group of their own."""
+    groups = {members: dist.new_group(list(members)) for members in sorted({it.members for it in means})}
+    members_of = [[it.members for it in means if it.fragment == number] for number in range(len(rounds._exchanges))]
+    leave = diloco.DiLoCo._leave
+
+    def leave_to(self: Any, number: int, *, exact: bool) -> None:
+        members = members_of[number].pop(0)
+        if place not in members:
+            raise Ended
+        self._members = groups[members]
+        give_group(self._exchanges[number], self._members if len(members) > 1 else None)
+        leave(self, number, exact=exact)
+
+    with contextlib.suppress(Ended), mock.patch.object(diloco.DiLoCo, "_leave", leave_to):
+        yield
+
+
+def give_group(it: Any, group: dist.ProcessGroup | None) -> None:
+    """A rank's residuals stay with it: see `FragmentExchange.follow_members`."""
+    before, it.group = it.group, group
+    for piece in it.fragment.pieces if group is not before else ():
+        residual = it.residuals.current(piece.name)
+        if residual is not None:
+            residual = residual.clone()
+            if before is not None:
+                times_owned(residual, before, piece.name, float(before.size()))
+            if group is not None:
+                times_owned(residual, group, piece.name, 1.0 / group.size())
+            it.residuals.set(piece.name, residual)
+
+
+def times_owned(residual: torch.Tensor, group: dist.ProcessGroup, name: str, factor: float) -> None:
+    for begin, end in _C.owned_elements(group, len(residual), owner_offset_of(name)):
+        residual[begin:end] *= factor
 
 
 def part_of_a_site(folder: str) -> None:
@@ -137,9 +201,9 @@ class Incomplete:
 
 
 def tell(told: Told, net: nn.Module, rounds: Any) -> None:
-    told.gradients.append(hexadecimal([one.total for one in rounds._fragments]))
+    told.gradients.append(digests([one.total for one in rounds._fragments]))
     buffers = [it for it in net.buffers() if it.is_floating_point()]
-    told.parameters.append(hexadecimal([*net.parameters(), *buffers]))
+    told.parameters.append(digests([*net.parameters(), *buffers]))
     told.sizes.append(ringdp.world_size())
 
 
@@ -149,6 +213,7 @@ class Watch:
     def __init__(self, faults: Faults, place: int, told: Told) -> None:
         self._faults, self._place, self._told = faults, place, told
         self.step, self.by_time = 0, False
+        self._left: dict[int, int] = {}  # in which step, by flight
 
     def here(self, phase: str) -> None:
         self._faults.at(self._place, self.step)(phase)
@@ -158,6 +223,7 @@ class Watch:
         if not self.by_time:  # which needs the seconds
             mine = dataclasses.replace(mine, step_s=self._place + 1.0)
         flight = original(it, name, mine, **named)
+        self._left[id(flight)] = self.step
         self.here("sent")
         return flight
 
@@ -185,8 +251,8 @@ class Watch:
     def land(self, original: Any, it: Any, number: int, flight: Any) -> Any:
         arrival = original(it, number, flight)
         self.here("landed")
-        members = [0 if self.by_time else round(one.step_s) - 1 for one in arrival.records]
-        self._told.extra.setdefault("members", []).append((self.step, members))
+        members = tuple(0 if self.by_time else round(one.step_s) - 1 for one in arrival.records)
+        self._told.extra.setdefault("means", []).append(Mean(self._left[id(flight)], self.step, number, members))
         return arrival
 
 
@@ -228,8 +294,7 @@ def _scaled(own: dict[str, Any], factor: float, compression: str) -> dict[str, A
         scaled[name] = dict(entry)
         if "residual" in entry:
             scaled[name]["residual"] = residual = entry["residual"].clone()
-            for begin, end in _C.owned_elements(default_group(), len(residual), owner_offset_of(name)):
-                residual[begin:end] *= factor
+            times_owned(residual, default_group(), name, factor)
     return scaled
 
 
@@ -251,5 +316,5 @@ def unequal(folder: str, faults: Faults) -> dict[str, Any]:
                 inner.step()
                 threading.Event().wait(0.002 * (place + 1))
             rounds.finish()
-        told.parameters.append(hexadecimal(list(net.parameters())))
-    return {"parameters": told.parameters, "members": told.extra["members"], "sizes": told.sizes}
+        told.parameters.append(digests(list(net.parameters())))
+    return {"parameters": told.parameters, "means": told.extra["means"], "sizes": told.sizes}

@@ -131,7 +131,12 @@ def sampled(cases: Sequence[Any], most: int) -> list[Any]:
     ]
 
 
-def drawn(most: int, quick: int = 0) -> list[Any]:
-    """Seeds 0, 1, … for jobs that are drawn: the first `quick` for the default tier. DRAWS=900: so many."""
-    most = int(os.environ.get("DRAWS", most))
-    return [pytest.param(seed, marks=() if seed < quick else pytest.mark.slow) for seed in range(most)]
+QUICK_SEEDS = 1_000_000
+
+
+def drawn(most: int, quick: int) -> list[Any]:
+    """Seeds for jobs that are drawn: `quick` for the default tier, and 0, 1, … below `most` for the slow one.
+    DRAWS=900: below that; DRAWS=900:1200: these."""
+    begin, _, end = os.environ.get("DRAWS", f"0:{most}").rpartition(":")
+    slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(int(begin or 0), int(end))]
+    return [*range(QUICK_SEEDS, QUICK_SEEDS + quick), *slow]

@@ -85,6 +85,14 @@ def test_a_loss_scale_follows_the_survivors_gradients(tmp_path: Path, infinite: 
     assert halved == (infinite == 2)  # what the dead rank had does not count
 
 
+def test_who_had_an_overflow_is_asked_again(tmp_path: Path) -> None:
+    """By the scaler, behind a backward that counts with the infinite gradients of the lost rank."""
+    told = compare(tmp_path, 3, Faults().kill(1, 2, "after backward"), overflow=(1, 2), width=8)
+    scales = [float(text.split()[-1]) for text in told[0].parameters]
+    assert scales[2] < scales[1]
+    assert "who had an overflow was made again without the part of rank 1" in changes(told)[0]
+
+
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
     told = live(tmp_path, 3, Faults().stop(1, 1, seconds=1))
     assert all(one.sizes == [3, 3, 3, 3] for one in told.values())
@@ -166,6 +174,11 @@ def test_a_program_that_goes_on_from_its_checkpoint(tmp_path: Path, victim: int)
     assert [one["again"] for one in told] == [1, 1]
     assert [one["made"] for one in told] == [[0, 1, 2, 3, 3, 4, 5]] * 2
     assert told[0]["parameters"] == told[1]["parameters"]
+
+
+def test_another_job_of_a_process_that_was_left_alone(tmp_path: Path) -> None:
+    outcomes = run_outcomes(jobs.another_job_afterwards, str(tmp_path), world_size=3, backend=None, others_stay=True)
+    assert set(survivors(outcomes, {1: signal.SIGKILL}).values()) == {2.0}
 
 
 def test_what_cannot_be_repaired_is_refused_by_name(tmp_path: Path) -> None:

@@ -213,9 +213,13 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     if job.get("branches"):
         options["find_unused_parameters"] = draw.choice([None, True])
         options["skip_all_reduce_unused_params"] = options["find_unused_parameters"] is True and draw.random() < 0.5
-    chosen = draw.choice(["compression", "compression", "hook", "mixed", "sparse"])
-    if chosen == "compression":
+    chosen = draw.choice(["compression", "compression", "scaler", "hook", "mixed", "sparse"])
+    if chosen in ("compression", "scaler"):
         options["compression"] = draw.choice(COMPRESSIONS)
+        if chosen == "scaler":
+            job = {"options": options, "width": 300, "norm": draw.random() < 0.3}
+            options.pop("weight", None)
+            job["overflow"] = draw.randrange(4), draw.randrange(4)
     elif chosen == "hook":
         job["hook"] = draw.choice(["allreduce", "builtin fp16", "torch fp16", "bf16", *STATEFUL])
         if job["hook"] in ("torch powerSGD", "ddp_hook"):
@@ -226,6 +230,10 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     else:
         options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
         job["norm"] = False  # its buffers are not of that type
+    if job.get("accumulate") and job.get("hook") not in ("torch powerSGD", "ddp_hook") and draw.random() < 0.5:
+        job["freeze"] = tuple(step for step in range(4) if draw.random() < 0.5)
+    elif chosen == "compression" and draw.random() < 0.3:
+        job["replace"] = draw.randrange(4)
     if draw.random() < 0.3:
         options["guard"] = draw.choice([2, 3])
     options["gradient_as_bucket_view"] = draw.random() < 0.7
@@ -234,7 +242,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", drawn(200))
+@pytest.mark.parametrize("number", drawn(200, quick=90))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 4, faults, **job)

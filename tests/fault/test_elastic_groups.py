@@ -61,7 +61,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", drawn(100))
+@pytest.mark.parametrize("number", drawn(100, quick=40))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 5, faults, **job)

@@ -32,32 +32,36 @@ PHASES = (*BEFORE, *EITHER, *BEHIND)
 
 def compare(folder: Path, world: int, faults: Faults, **options: Any) -> dict[int, Told]:
     """A fault in a place that its step does not have ends no rank."""
-    outcomes = run_outcomes(jobs.train, str(folder), jobs.STEPS, faults, world_size=world, backend=None, **options)
+    named: dict[str, Any] = {"world_size": world, "backend": None, "others_stay": True}
+    outcomes = run_outcomes(jobs.train, str(folder), jobs.STEPS, faults, **named, **options)
     died = {one.rank: faults.ended()[one.rank] for one in outcomes if "died with code" in (one.text or "")}
     told = survivors(outcomes, died)
-    made = [one.extra["members"] for one in told.values()]
-    assert all(one == made[0] for one in made), made
-    at_once = options["options"].get("fragments", Fragments()).delay == 0
+    means, *others = [one.extra["means"] for one in told.values()]
+    assert all(one == means for one in others), [means, *others]
     for fault in (it for it in faults.all if it.ends and it.rank in died):
-        check_members(made[0], fault, at_once=at_once)
-    by_step = [{tuple(it) for at, it in made[0] if min(at, jobs.LAST) == step} for step in jobs.STEPS]
-    if all(len(it) < 2 for it in by_step):  # else no other job has fragments of one step over other ranks
-        following = [tuple(told)]
-        for members in reversed(by_step):
-            following.append(next(iter(members), following[-1]))
-        check_equal(told, plain(following[:0:-1], jobs.train, jobs.STEPS, **options))
+        check_members(means, fault)
+    if "sites" not in options:
+        apart = run_ranks(jobs.train, str(folder), jobs.STEPS, elastic=False, means=means, **named, **options)
+        check_equal(told, [(one.gradients, one.parameters) for one in apart])
+        return told
+    by_step = [{it.members for it in means if min(it.landed, jobs.LAST) == step} for step in jobs.STEPS]
+    assert all(len(it) < 2 for it in by_step)
+    following = [tuple(told)]
+    for members in reversed(by_step):
+        following.append(next(iter(members), following[-1]))
+    check_equal(told, plain(following[:0:-1], jobs.train, jobs.STEPS, **options))
     return told
 
 
-def check_members(made: list[tuple[int, list[int]]], fault: Fault, *, at_once: bool) -> None:
+def check_members(means: list[jobs.Mean], fault: Fault) -> None:
     """Whether the lost rank has its part in each mean, as far as that does not depend on who was faster."""
-    for step, members in made:
-        before = step < fault.step or (step == fault.step and fault.phase in BEHIND)
-        behind = step > fault.step or (step == fault.step and fault.phase in BEFORE)
-        if before:
-            assert fault.rank in members, (step, members, fault)
-        elif behind and (at_once or step > fault.step + 1):
-            assert fault.rank not in members, (step, members, fault)
+    first_landed = next((it for it in means if it.landed == fault.step), None)
+    for mean in means:
+        at_once = fault.phase == "after" or (fault.phase == "landed" and mean is first_landed)
+        if mean.landed < fault.step or (mean.landed == fault.step and at_once):
+            assert fault.rank in mean.members, (mean, fault)
+        elif mean.left > fault.step or (mean.left == fault.step and fault.phase in BEFORE):
+            assert fault.rank not in mean.members, (mean, fault)
 
 
 @pytest.mark.parametrize("phase", ["between", "again", *sampled([it for it in PHASES if it != "between"], 3)])
@@ -110,14 +114,17 @@ def test_sparse_rounds_one_after_the_other_down_to_one(tmp_path: Path) -> None:
     compare(tmp_path, 3, faults, options=SPARSE, outer="usual")
 
 
-def test_fragments_on_their_way_leave_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [1, 3])
+def test_fragments_on_their_way_leave_again(tmp_path: Path, delay: int) -> None:
     """They left before the loss, and are waited for behind it, as is one that another unit has told of."""
-    options = {"every": 4, "fragments": Fragments(2, delay=1), "compression": Int8(error_feedback=True)}
+    options = {"every": 4, "fragments": Fragments(2, delay=delay), "compression": Int8(error_feedback=True)}
     faults = Faults().kill(2, 4, "between").kill(0, 6, "after")
-    told = live(tmp_path, 4, faults, jobs.train, jobs.STEPS, options=options, width=300, mean_each=2)
-    assert all(one.extra["members"] == told[1].extra["members"] for one in told.values())
+    told = compare(tmp_path, 4, faults, options=options, width=300, mean_each=2)
     assert told[1].gradients == told[3].gradients
-    assert [it for _, it in told[1].extra["members"]][-1] == [1, 3]
+    means = told[1].extra["means"]
+    assert means[-1].members == (1, 3)
+    on_their_way = [it for it in means if it.left < 4 < it.landed or it.left < 6 < it.landed]
+    assert len(on_their_way) == (0 if delay == 1 else 2)
 
 
 def test_local_sgd_with_momenta(tmp_path: Path) -> None:
@@ -131,8 +138,8 @@ def test_rounds_by_time(tmp_path: Path, phase: str) -> None:
     outcomes = run_outcomes(jobs.unequal, str(tmp_path), faults, world_size=3, backend=None)
     told = survivors(outcomes, faults.ended())
     assert told[0]["parameters"] == told[2]["parameters"]
-    sizes = [len(it) for _, it in told[0]["members"]]
-    assert sizes == [len(it) for _, it in told[2]["members"]]
+    sizes = [len(it.members) for it in told[0]["means"]]
+    assert sizes == [len(it.members) for it in told[2]["means"]]
     assert (sizes[0], sizes[-1]) == (3, 2)
 
 
@@ -183,11 +190,11 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     """One to three ranks of four are lost, some at once, some in the repair."""
     draw = random.Random(number)
     every = draw.choice([2, 3, 4])
-    fragments = draw.choice([1, 1, 2]) if every == 4 else 1
-    delay = draw.choice([0, 0, 1])
+    fragments = draw.choice([1, 1, 2, 3])
+    delay = draw.choice([0, 0, 1, every - 1])
     options: dict[str, Any] = {"every": every, "fragments": Fragments(fragments, delay=delay)}
     codec = draw.choice([None, "int8", "bf16", Int8(error_feedback=True), "int4", SPARSE["compression"]])
-    warm = draw.choice([0, 0, 2]) if fragments == 1 else 0
+    warm = draw.choice([0, 0, 2])
     options["compression"] = Compression(codec, warmup_steps=warm) if warm else codec
     job: dict[str, Any] = {"options": options, "width": draw.choice([8, 8, 300])}
     job["kind"] = draw.choice(["DiLoCo", "DiLoCo", "LocalSGD"])
@@ -196,7 +203,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     else:
         job["outer"] = draw.choice(list(jobs.OUTER))
     job["samples"] = draw.random() < 0.3
-    job["finish"] = fragments == 1 and draw.random() < 0.5
+    job["finish"] = draw.random() < 0.5
     job["mean_each"] = draw.choice([0, 0, 1, 3])
     if draw.random() < 0.2:
         job["infinite"] = (draw.randrange(4), draw.randrange(1, 9))
@@ -211,7 +218,7 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
     return faults, job
 
 
-@pytest.mark.parametrize("number", drawn(300, quick=2))
+@pytest.mark.parametrize("number", drawn(300, quick=40))
 def test_a_drawn_job(tmp_path: Path, number: int) -> None:
     faults, job = drawn_job(number)
     compare(tmp_path, 4, faults, **job)

@@ -27,6 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     text: str | None = None  # its traceback, or how it died
+    died: bool = False
 
 
 class RankFailed(AssertionError):
@@ -90,14 +92,23 @@ def run_outcomes(
     world_size: int = 2,
     backend: str | None = "gloo",
     timeout_s: float = 60.0,
+    others_stay: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """As `run_ranks`, but hands out the failures too: for tests in which ranks are meant to raise or die."""
-    group = _group(world_size)
+    """As `run_ranks`, but hands out the failures too: for tests in which ranks are meant to raise or die.
+
+    Args:
+        others_stay: ranks are meant to die: the others have all of the time, and their processes stay for the next
+            such call.
+    """
+    group = _group(world_size, others_stay=others_stay)
     with tempfile.TemporaryDirectory(prefix="ringdp-test-") as folder:
-        call = (function.__module__, function.__qualname__, args, kwargs, backend, f"file://{folder}/store")
-        outcomes = group.run(pickle.dumps(call), timeout_s)
-    if any(outcome.text is not None for outcome in outcomes):
+        at = f"file://{folder}/store"
+        call = (function.__module__, function.__qualname__, args, kwargs, backend, at, others_stay)
+        outcomes = group.run(pickle.dumps(call), timeout_s, hurry=not others_stay)
+    if others_stay and all(outcome.text is None or outcome.died for outcome in outcomes):
+        group.replace_dead()
+    elif any(outcome.text is not None for outcome in outcomes):
         group.kill()  # what a failed function leaves behind is not worth finding out
     return outcomes
 
@@ -207,10 +218,16 @@ class _Group:
         self.folder = tempfile.TemporaryDirectory(prefix="ringdp-ranks-")
         self.ranks = [_Rank(rank, world_size, Path(self.folder.name)) for rank in range(world_size)]
 
+    def replace_dead(self) -> None:
+        for rank in [one for one in self.ranks if one.process.poll() is not None]:
+            rank.pipe.close()
+            self.ranks[rank.number] = _Rank(rank.number, len(self.ranks), Path(self.folder.name))
+
     def healthy(self) -> bool:
         return bool(self.ranks) and all(rank.process.poll() is None for rank in self.ranks)
 
-    def run(self, call: bytes, timeout_s: float) -> list[Outcome]:
+    def run(self, call: bytes, timeout_s: float, *, hurry: bool) -> list[Outcome]:
+        """`hurry`: the time ends soon after a rank has died."""
         deadline = time.monotonic() + timeout_s + _START_TIMEOUT_S * (not all(rank.started for rank in self.ranks))
         for rank in self.ranks:
             rank.send(call)
@@ -220,8 +237,9 @@ class _Group:
             for ready in connection.wait(list(waiting), timeout=left_s):
                 rank = waiting[ready]  # type: ignore[index]
                 outcome = rank.receive()
-                if outcome.text is not None and not any(other.text for other in outcomes.values()):
+                if outcome.text is not None and (hurry or not outcome.died):
                     deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+                    hurry = False  # the first one counts
                 outcomes[rank.number] = outcome
         late = [rank for rank in self.ranks if rank.number not in outcomes]
         for rank in late:
@@ -273,7 +291,8 @@ class _Rank:
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.wait()
-            return Outcome(self.number, text=f"died with code {self.process.returncode}\n{self.log_tail()}")
+            text = f"died with code {self.process.returncode}\n{self.log_tail()}"
+            return Outcome(self.number, text=text, died=True)
         self.started = True
         return outcome
 
@@ -295,15 +314,15 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
     return environ
 
 
-_groups: dict[int, _Group] = {}
+_groups: dict[tuple[int, bool], _Group] = {}
 
 
-def _group(world_size: int) -> _Group:
-    group = _groups.get(world_size)
+def _group(world_size: int, *, others_stay: bool = False) -> _Group:
+    group = _groups.get((world_size, others_stay))
     if group is None or not group.healthy():
         if group is not None:
             group.kill()
-        group = _groups[world_size] = _Group(world_size)
+        group = _groups[world_size, others_stay] = _Group(world_size)
     return group
 
 
@@ -319,17 +338,27 @@ def _end_all() -> None:
 def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
     while True:
         try:
-            module, name, args, kwargs, backend, store = pickle.loads(pipe.recv_bytes())
+            module, name, args, kwargs, backend, store, others_stay = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
             # What a function sets in the environment is not there for the next one.
+            if others_stay:
+                name_jobs_after(store)
             with mock.patch.dict(os.environ), _process_group(backend, store, rank, world_size):
                 function = _placed(_find(module, name))
                 outcome = Outcome(rank, value=function(*args, **kwargs))
         except BaseException as error:
             outcome = Outcome(rank, error=_picklable(error), text=traceback.format_exc())
         pipe.send_bytes(pickle.dumps(outcome))
+
+
+def name_jobs_after(folder: str) -> None:
+    """ringdp and torch count the groups of a process, for names in a store: processes that have been in more jobs than
+    others can be in one with them."""
+    number = zlib.crc32(folder.encode())
+    importlib.import_module("ringdp.job.process_group")._generation = number  # type: ignore[attr-defined]
+    importlib.import_module("torch.distributed.distributed_c10d")._world.group_count = number
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("compression_quality gpt --methods exact;topk DGC", "momentum on the ranks"),
         ("elastic_peers --ranks 2", "3 to 8 ranks are needed"),
         ("churn --every x", "could not convert"),
+        ("churn --delay 5ms --ranks 5", "the ranks are split over two hosts"),
         ("startup --ranks 2,0", "--ranks must be 1 or more"),
         ("rounds overlap --every 0", "--every must be 1 or more"),
         ("rounds_loss --warm-up 1", "from 0 to below 1"),

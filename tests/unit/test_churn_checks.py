@@ -289,7 +289,7 @@ def rounds() -> list[Told]:
     """Place 1 is lost, which its site notices in a step, and all in the next round."""
     told = []
     for place in range(4):
-        one = Told(place, pid=place + 1, ended=place != 1)
+        one = Told(place, pid=place + 1, ended=place != 1, site=place % 2)
         for number in range(LOST_IN if place == 1 else STEPS):
             site = (place,) if place == 3 and number >= LOST_IN else (place % 2, place % 2 + 2)
             first = sum(2.0**member for member in site) / len(site)

@@ -128,12 +128,15 @@ std::vector<int> places_of(std::vector<int> global_ranks) {
   return global_ranks;
 }
 
-// `is_default`: later groups may use this Runtime.
+// `is_default`: later groups may use this Runtime, and not the one of an elastic job that has ended, which an object
+// may still hold.
 void remember(const std::shared_ptr<Runtime>& runtime, bool is_default) {
   std::lock_guard lock(runtime_mutex);
   std::erase_if(runtimes, [](const auto& it) { return it.expired(); });
   runtimes.push_back(runtime);
-  if (is_default) world_runtime = runtime;
+  if (!is_default) return;
+  world_runtime = runtime;
+  world_elastic.reset();
 }
 
 c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
