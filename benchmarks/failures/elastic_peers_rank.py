@@ -16,7 +16,7 @@ import time
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,15 @@ from benchmarks.lib.measure import interval
 
 STEPS_BEFORE = 6  # that count, before the kill
 PATIENCE_S = 60.0
+
+
+class Watching(Protocol):
+    """What is called around each step, until it is over."""
+
+    over: bool
+
+    def begin(self) -> None: ...
+    def end(self, *, counts: bool) -> None: ...
 
 
 class Trainee:
@@ -60,7 +69,7 @@ class Trainee:
         self.optimizer.step()
         return True
 
-    def train(self, watch: Watch) -> None:
+    def train(self, watch: Watching) -> None:
         """Step until the watch is over."""
         while not watch.over:
             watch.begin()
@@ -154,7 +163,7 @@ class Horovod(Trainee):
         names = self.model.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=names)
 
-    def train(self, watch: Watch) -> None:
+    def train(self, watch: Watching) -> None:
         import horovod.torch as hvd
 
         @hvd.elastic.run
