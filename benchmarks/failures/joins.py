@@ -134,7 +134,7 @@ class Job:
             if any(it.poll() is not None for it in self.processes) or time.monotonic() > end:
                 codes = [it.poll() for it in self.processes]
                 words = (self.folder / "said").read_text(errors="replace")[-2000:]
-                raise Failed(f"{self._peer.title}: no rank took the place, or the ranks did not train; {codes}\n{words}")
+                raise Failed(f"{self._peer.title}: the ranks, or the new one, made no steps; {codes}\n{words}")
             time.sleep(0.05)
         return found
 
