@@ -13,6 +13,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,11 +53,11 @@ class Trainee:
         folder: Path,
         rank: int,
         ranks: int,
-        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     ) -> None:
         self.task, self.folder, self.rank, self.ranks = task, folder, rank, ranks
         self.model: Any = task.module
-        self.optimizer: Any = optimizer(task.module.parameters(), task.learning_rate)  # type: ignore[call-arg]
+        self.optimizer: Any = optimizer(task.module.parameters(), task.learning_rate)
         self.join()
 
     def join(self) -> None:
