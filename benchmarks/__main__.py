@@ -54,7 +54,10 @@ RUNNABLES = {
         "failures.failures", "how soon, and in which words, do ranks learn of a fault, beside gloo?", 4, "root"
     ),
     "false_alarms": Runnable("failures.false_alarms", "is a rank that is slow for want of a core called lost?", 30),
-    "joins": Runnable("failures.joins", "how soon is a killed rank replaced, and how long do the others wait?", 3),
+    "joins": Runnable(
+        "failures.joins", "how soon is a killed rank replaced, and how long do the others wait, beside torchft?", 3,
+        "2 cores; torchft, horovod; root for --hosts",
+    ),
     "churn": Runnable("failures.churn", "do elastic jobs hold their promises while ranks are killed?", 5),
     "elastic_peers": Runnable(
         "failures.elastic_peers", "what does elasticity cost, and a loss, beside torchft and Horovod Elastic?", 4,

@@ -155,16 +155,24 @@ def run_ranks(commands: Sequence[Sequence[str]], folder: Path, variables: Mappin
             stop_all(processes)
 
 
-def commands_of(peer: Peer, folder: Path, model: str, ranks: int, victim: int) -> list[list[str]]:
-    words = [*RANK, str(folder), peer.trainee, model, str(ranks), str(victim)]
+def commands_of(peer: Peer, folder: Path, words: Sequence[str], ranks: int) -> list[list[str]]:
+    """What starts the ranks, which run the program `words`: with the rank as its last argument, or a launcher."""
     if peer.trainee != "horovod":
         return [[*words, str(rank)] for rank in range(ranks)]
+    name_hosts(folder, ranks)
     discovery = folder / "hosts.sh"
-    discovery.write_text("#!/bin/sh\nprintf '%s:1\\n' " + " ".join(HOSTS[:ranks]) + "\n")
+    discovery.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
     discovery.chmod(0o755)
     launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interfaces", "lo"]
     launcher += ["-np", str(ranks), "--min-np", "1", "--max-np", str(ranks), *peer.options]
     return [[*launcher, "--host-discovery-script", str(discovery), *words]]
+
+
+def name_hosts(folder: Path, count: int) -> None:
+    """Horovod finds so many hosts of one rank from now on."""
+    new = folder / "hosts.new"
+    new.write_text("".join(f"{name}:1\n" for name in HOSTS[:count]))
+    new.rename(folder / "hosts")
 
 
 def lose_a_rank(peer: Peer, model: str, ranks: int, victim: int) -> Loss:
@@ -172,7 +180,8 @@ def lose_a_rank(peer: Peer, model: str, ranks: int, victim: int) -> Loss:
     with tempfile.TemporaryDirectory(prefix="ringdp-peers-") as name:
         folder = Path(name)
         with lighthouse(peer, folder) as variables:
-            codes = run_ranks(commands_of(peer, folder, model, ranks, victim), folder, variables)
+            words = [*RANK, str(folder), peer.trainee, model, str(ranks), str(victim)]
+            codes = run_ranks(commands_of(peer, folder, words, ranks), folder, variables)
         survivors = [rank for rank in range(ranks) if rank != victim]
         found = [folder / f"rank-{rank}.pt" for rank in survivors]
         if not all(path.exists() for path in found):

@@ -13,10 +13,11 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,34 @@ STEPS_BEFORE = 6  # that count, before the kill
 PATIENCE_S = 60.0
 
 
+class Watching(Protocol):
+    """What is called around each step, until it is over."""
+
+    over: bool
+
+    def begin(self) -> None: ...
+    def end(self, *, counts: bool) -> None: ...
+
+
 class Trainee:
     """A model in a peer's wrapper, and its step as the peer's own example has it."""
 
-    def __init__(self, task: models.Task, folder: Path, rank: int, ranks: int) -> None:
+    number = 0
+    """Of the last step that counts, also on a rank that replaces another one."""
+    takes_part = True
+    """Whether this rank's batch is in it."""
+
+    def __init__(
+        self,
+        task: models.Task,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    ) -> None:
         self.task, self.folder, self.rank, self.ranks = task, folder, rank, ranks
         self.model: Any = task.module
-        self.optimizer: Any = torch.optim.SGD(task.module.parameters(), task.learning_rate)
+        self.optimizer: Any = optimizer(task.module.parameters(), task.learning_rate)
         self.join()
 
     def join(self) -> None:
@@ -48,7 +70,7 @@ class Trainee:
         self.optimizer.step()
         return True
 
-    def train(self, watch: Watch) -> None:
+    def train(self, watch: Watching) -> None:
         """Step until the watch is over."""
         while not watch.over:
             watch.begin()
@@ -111,7 +133,10 @@ class TorchFT(Trainee):
 
     def _wait_for_all_managers(self) -> None:
         """They send heartbeats from now on, so that the first quorum is one of all ranks."""
-        Path(self.folder, f"here-{self.rank}").touch()
+        here = Path(self.folder, f"here-{self.rank}")
+        if here.exists():  # this process replaces one that died
+            return
+        here.touch()
         end = time.monotonic() + PATIENCE_S
         while len(list(self.folder.glob("here-*"))) < self.ranks and time.monotonic() < end:
             time.sleep(0.02)
@@ -122,7 +147,9 @@ class TorchFT(Trainee):
         self.task.loss(self.model, self.task.batch).backward()
         before = self._manager.current_step()
         self.optimizer.step()
-        return bool(self._manager.current_step() > before)
+        self.number = self._manager.current_step()
+        self.takes_part = self._manager.is_participating()
+        return self.number > before
 
     def leave(self) -> None:
         self._manager.shutdown(wait=False)
@@ -137,17 +164,19 @@ class Horovod(Trainee):
         names = self.model.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=names)
 
-    def train(self, watch: Watch) -> None:
+    def train(self, watch: Watching) -> None:
         import horovod.torch as hvd
 
         @hvd.elastic.run
         def steps(state: Any) -> None:
             while not watch.over:
                 watch.begin()  # again after a loss, from the last commit
-                watch.end(counts=self.step())
+                counts = self.step()
+                self.number = state.number = state.number + 1
+                watch.end(counts=counts)
                 state.commit()
 
-        steps(hvd.elastic.TorchState(model=self.model, optimizer=self.optimizer))
+        steps(hvd.elastic.TorchState(model=self.model, optimizer=self.optimizer, number=0))
 
 
 class Ddp(Trainee):

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import ringdp
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.job.elastic import as_unit
+from tests.fault.rank_jobs import shared_memory
 
 SAMPLES = 72
 BATCH = 12
@@ -133,6 +134,7 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
             owed=trained.owed() if options.get("owed") and not it.lost else None,
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
+            mappings=len(shared_memory()),
         )
         if not it.lost:
             trained.save(Path(folder) / f"state_{it.step}_{it.now}")

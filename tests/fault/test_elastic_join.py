@@ -450,29 +450,34 @@ def test_a_newcomer_learns_at_once_that_the_job_has_ended() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_hundred_come_and_leave_and_nothing_is_left_of_them(made: Callable[..., Jobs]) -> None:
-    job = made(step_s=0.005)
-    job.start(3)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("least", "most"), [(3, 4), (4, 8)])
+def test_two_hundred_come_and_leave_and_nothing_is_left_of_them(
+    made: Callable[..., Jobs], least: int, most: int
+) -> None:
+    job = made(step_s=0.005, net=(24, "LayerNorm"))  # a rank may have a single sample
+    job.start(least)
     chance = random.Random(3)
     members = job.pids()
     first = members[0]
-    for _ in range(100):
-        newcomer = job.join()
-        job.until(functools.partial(job.events, "begins", newcomer))
-        members.append(newcomer)
-        leaver = chance.choice(members[1:])
-        job.leave(leaver)
-        assert job.code(leaver) == 0
-        members.remove(leaver)
+    while len(changes := job.events("change", first)) < 200:
+        if len(members) == least or (len(members) < most and chance.random() < 0.5):
+            newcomer = job.join()
+            job.until(functools.partial(job.events, "begins", newcomer))
+            members.append(newcomer)
+        else:
+            leaver = chance.choice(members[1:])
+            job.leave(leaver)
+            assert job.code(leaver) == 0
+            members.remove(leaver)
     job.wait()
     job.check_replicas()
     job.check_each_sample_once()
-    changes = job.events("change", first)
-    assert len(changes) == 200
-    for what in ("descriptors", "threads"):
-        of_four = [it[what] for it in changes if it["now"] == 3]
-        assert max(of_four[-20:]) <= max(of_four[:20]) + 1, of_four
+    assert all(len(it["joined"]) + len(it["left"]) == 1 for it in changes)
+    for what in ("descriptors", "threads", "mappings"):
+        for ranks in range(least, most + 1):
+            found = [it[what] for it in changes if it["now"] == ranks]
+            assert max(found[-10:]) <= max(found[:10]) + 1, (what, ranks, found)
 
 
 @pytest.mark.slow
