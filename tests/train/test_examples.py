@@ -153,6 +153,15 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_launcher")
+def test_hugging_faces_roberta_learns_more_than_frequencies() -> None:
+    need("transformers")
+    (code, out, err), (other_code, *_) = on_two_ranks("masked_lm", ["--model=roberta", "--steps=200", "--layers=1"])
+    assert (code, other_code) == (0, 0), out + err
+    found = re.search(r"roberta, [\d,]+ parameters\n  ok     .*text: (0\.\d+), by the most frequent one (0\.\d+)", out)
+    assert found, out
+    assert float(found[1]) > 1.2 * float(found[2])
+
+
 def test_the_recommender_comes_to_one_error_on_any_number_of_ranks() -> None:
     arguments = QUICK["recommender"][0]
     errors = []
