@@ -136,7 +136,7 @@ def test_a_tracker_that_does_not_begin_is_one_line(
 
 
 def records_of(file: Path) -> Iterator[bytes]:
-    """Of wandb's own file: a head of 7 bytes, then LevelDB's log: blocks of 32 KiB, and parts with a head of 7 bytes."""
+    """Of wandb's own file: a head of 7 bytes, then LevelDB's log, blocks of 32 KiB with parts of 7 bytes and more."""
     data, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (rest := -at % 32768) and rest < 7:
