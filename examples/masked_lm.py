@@ -151,10 +151,10 @@ def look_at_neighbours(network: nn.Module) -> None:
     (Vaswani et al., Attention Is All You Need, 2017, 3.5), which are alike where they are near, and keys as queries."""
     for module in network.modules():
         if isinstance(module, nn.MultiheadAttention):
-            query, key, _ = module.in_proj_weight.chunk(3)
+            query, key, _ = module.get_parameter("in_proj_weight").chunk(3)
             key.copy_(query)
-        elif isinstance(getattr(module, "query", None), nn.Linear):
-            module.key.weight.copy_(module.query.weight)  # type: ignore[union-attr, operator]
+        elif hasattr(module, "query") and hasattr(module, "key"):
+            module.get_parameter("key.weight").copy_(module.get_parameter("query.weight"))
         for name, table in module.named_children():
             if "position" in name and isinstance(table, nn.Embedding):
                 places, width = table.weight.shape
