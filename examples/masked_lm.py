@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     training, unseen = (TensorDataset(part) for part in read(options))
     loader = DataLoader(training, batch_size=options.batch_size, shuffle=True, drop_last=True)
     network = hugging_face(options) if options.model == "roberta" else Encoder(options)
+    look_at_neighbours(network)
     model, loader, test_loader = ringdp.prepare(network, loader, DataLoader(unseen, batch_size=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--length", type=int, default=16, help="characters of a piece (default %(default)s)")
     add("--width", type=int, default=64, help="numbers per character inside (default %(default)s)")
     add("--layers", type=int, default=2, help="layers of the encoder (default %(default)s)")
-    add("--lr", type=float, default=5e-3, help="highest learning rate of AdamW (default %(default)s)")
+    add("--lr", type=float, default=3e-3, help="highest learning rate of AdamW (default %(default)s)")
     add("--characters", type=int, default=300_000, help="of text to read, at most (default %(default)s)")
     add("--seed", type=int, default=0, help="of weights, order and holes (default %(default)s)")
     return parser.parse_args(arguments)
@@ -128,8 +129,8 @@ class Encoder(nn.Module):
 
 
 def hugging_face(options: argparse.Namespace) -> nn.Module:
-    """RoBERTa of that size with its norms in front; in the steps of the default it learns how frequent characters
-    are, and hardly more."""
+    """RoBERTa of that size with its norms in front, and with weights that fit its width: its usual ones, made for
+    hundreds of numbers per character, would leave it at the frequencies of the characters for thousands of steps."""
     try:
         from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
     except ImportError as error:
@@ -137,10 +138,29 @@ def hugging_face(options: argparse.Namespace) -> nn.Module:
     size = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "num_hidden_layers": options.layers}
     config = RobertaPreLayerNormConfig(
         vocab_size=ALPHABET, max_position_embeddings=options.length + 1, pad_token_id=0, num_attention_heads=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **size,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        initializer_range=options.width**-0.5, **size,
     )  # fmt: skip
     network: nn.Module = RobertaPreLayerNormForMaskedLM(config)
     return network
+
+
+@torch.no_grad()
+def look_at_neighbours(network: nn.Module) -> None:
+    """Let attention begin beside each character, where most of what there is to learn stands: positions begin as sines
+    (Vaswani et al., Attention Is All You Need, 2017, 3.5), which are alike where they are near, and keys as queries."""
+    for module in network.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            query, key, _ = module.get_parameter("in_proj_weight").chunk(3)
+            key.copy_(query)
+        elif hasattr(module, "query") and hasattr(module, "key"):
+            module.get_parameter("key.weight").copy_(module.get_parameter("query.weight"))
+        for name, table in module.named_children():
+            if "position" in name and isinstance(table, nn.Embedding):
+                places, width = table.weight.shape
+                angles = torch.arange(places).unsqueeze(1) / 100 ** (torch.arange(0, width, 2) / width)
+                waves = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+                table.weight.copy_(waves * (table.weight.std() * 2**0.5))  # as large as what it replaces
 
 
 def scores(model: nn.Module, text: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""The lines of ringdp's log on a console: each begins with ``ringdp: ``, on a line of its own beside progress bars."""
+"""The lines of ringdp's log on a console: each begins with ``ringdp: ``, on a line of its own beside progress bars, and
+takes at most two lines of the console."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import textwrap
 
 PREFIX = "ringdp: "
+WIDTH = 2 * 128  # of a line: two lines of a console
 
 
 class ConsoleLog(logging.Handler):
@@ -37,8 +40,13 @@ class ConsoleLog(logging.Handler):
         message = record.getMessage()
         if record.exc_info:
             message += "\n" + self._details.formatException(record.exc_info)
-        rank = f"rank {self.rank}: " if self.rank and not message.lower().startswith("rank ") else ""
-        return "\n".join(f"{PREFIX}{details}{rank}{line}" for line in message.splitlines())
+        shown = []
+        for line in message.splitlines():
+            rank = f"rank {self.rank}: " if self.rank and not line.lower().startswith("rank ") else ""
+            begin = f"{PREFIX}{details}{rank}"
+            parts = [line] if len(begin + line) <= WIDTH else textwrap.wrap(line, WIDTH - len(begin))
+            shown += [begin + part for part in parts]
+        return "\n".join(shown)
 
     def _shown_by_another(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)

@@ -20,6 +20,7 @@ from ringdp.errors import InvalidArgumentError
 
 Event = dict[str, Any]
 _MOST_EVENTS = 200_000  # of a rank; about 40 MB
+_LEAST_WORK_NS = 2_000  # of all pieces of a flow: less is moving bytes about
 _QUARTER_S = 7_889_238  # of a year: torch.profiler's timestamps count from the last multiple of it (libkineto)
 _TRAINING, _OPERATIONS, _TO, _FROM = 0, 1_000, 1_000_000, 2_000_000  # numbers of tracks, of which there may be several
 _LAST_BYTES, _ENCODE, _REDUCE = 500, 600, 700  # of the tracks of operations
@@ -153,15 +154,16 @@ class Timeline:
 
     def _add_work(self, flow: Any, name: str, coded: bool) -> None:
         """From the first piece of what was computed on a flow's bytes to the last."""
-        if not flow.work_ns:
+        if flow.work_ns < _LEAST_WORK_NS:
             return
-        if flow.sends:
-            words = f"encode for rank {flow.peer}"
-        else:
+        kind = _ENCODE if flow.sends and coded else _REDUCE
+        if not flow.sends:
             words = f"{'decode' if coded else 'reduce'} what came from rank {flow.peer}"
-        track = self._lanes.take(
-            _OPERATIONS + (_ENCODE if flow.sends else _REDUCE), flow.work_first_ns, flow.work_last_ns
-        )
+        elif coded:
+            words = f"encode for rank {flow.peer}"
+        else:  # the sum overwrites its operand, and waits until that has left
+            words = f"reduce after sending to rank {flow.peer}"
+        track = self._lanes.take(_OPERATIONS + kind, flow.work_first_ns, flow.work_last_ns)
         working_us = flow.work_ns / 1e3
         self._slice(track, f"{words}: {name}", flow.work_first_ns, flow.work_last_ns, working_us=working_us)
 

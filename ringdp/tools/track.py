@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         sys.stderr.write(f"python -m ringdp track: {args.to} is not installed: pip install {args.to}\n")
         return 2
+    except Exception as error:  # of the tracker's own kinds: no key, no network
+        sys.stderr.write(f"python -m ringdp track: {args.to} does not begin: {error or type(error).__name__}\n")
+        return 2
     file = args.folder / f"rank_{args.rank:05d}.jsonl"
     lines = _Lines(file)
     given = steps = 0

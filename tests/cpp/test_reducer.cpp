@@ -42,15 +42,16 @@ CASE("a long list of names says how many it leaves out, and two lists never read
   CHECK_EQ(describe_bucket(3, Numbers{1, 0}, kNames), "bucket 3: b, a");
   CHECK_EQ(listed(names).substr(0, 14), "layer0.weight,");
   CHECK(contains(listed(names), "layer19.weight, … 80 more"));
+  CHECK(contains(listed(names, 100), "layer6.weight, … 93 more"));
 }
 
 CASE("parameters without gradient: what becomes of them is said by rank where it is known") {
   CHECK_EQ(unused_here({1, 2}, {}, kNames), "Used on other ranks, so their mean counts zeros from this one: b, c.");
   CHECK_EQ(unused_here({1, 2}, {true, true, false, true}, kNames),
-           "Used on other ranks, so their mean counts zeros from this one: b. "
+           "Used on other ranks, so their mean counts zeros from this one: b.\n"
            "Used on no rank, so their .grad stays None: c.");
   CHECK_EQ(unused_by_ranks({{1, 1, 0, 1}, {1, 0, 0, 1}}, kNames),
-           "b on rank 1; used on rank 0, and their mean counts zeros from the others. "
+           "b on rank 1; used on rank 0, and their mean counts zeros from the others.\n"
            "Used on no rank, so their .grad stays None: c.");
   CHECK_EQ(unused_by_ranks({{1, 1, 1, 1}, {1, 0, 1, 1}}, kNames),
            "b on rank 1; used on rank 0, and their mean counts zeros from the others.");

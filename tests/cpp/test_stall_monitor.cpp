@@ -79,7 +79,7 @@ CASE("a rank that has not called is told of in the log, with what it did last, a
   run_job(4, kNeverSmall, body, 30'000, options);
   for (const std::string& line : listener.lines()) {
     CHECK(contains(line, "all_reduce #2 (float32[1000], SUM)"));
-    std::string about = line.substr(line.find(" for "));
+    std::string about = line.substr(line.find("\nfor "));
     CHECK(names(about, 2));
     CHECK(!names(about, 0) && !names(about, 1) && !names(about, 3));
     if (contains(line, "its process answers")) CHECK(contains(line, "its last one here was barrier #1"));
@@ -154,7 +154,7 @@ CASE("a rank that has not called because it waits in an earlier operation is not
   };
   run_job(3, kNeverSmall, body, 30'000, options);
   for (const std::string& line : listener.lines()) {
-    std::string about = line.substr(line.find(" for "));
+    std::string about = line.substr(line.find("\nfor "));
     CHECK(names(about, 1));
     CHECK(!names(about, 0) && !names(about, 2));
   }

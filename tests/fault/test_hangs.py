@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ringdp import __main__ as commands
+from ringdp.config.console_log import WIDTH
 from ringdp.tools.hang import dump
 from ringdp.tools.hang.dump_files import Job, read_job
 from ringdp.tools.hang.verdict import Verdict, judge
@@ -117,8 +118,11 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     assert "The threads of rank 1 (host" in stalls
     assert "C++ stack of the main thread" in stalls
     wait_until(lambda: "has waited" in ranks.log(0), "the notice")
-    notice = next(line for line in ranks.log(0).splitlines() if "has waited" in line)
-    assert re.search(rf"its script is at hang_program.py:\d+ in stuck_in_{way}", notice)
+    notice = [line for line in ranks.log(0).splitlines() if line.startswith("ringdp: ")]
+    assert "has waited" in notice[0]
+    assert notice[1].startswith("ringdp: for rank 1 (host ")
+    assert re.search(rf"its script is at hang_program.py:\d+ in stuck_in_{way}", " ".join(notice))
+    assert all(len(line) <= WIDTH for line in notice)
     if way == "c_code":
         assert "(C code holds Python's lock)" in stalls
     found = ranks.verdict()

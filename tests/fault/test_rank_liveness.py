@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_told_of_and_waited_for(tmp_path: Path) -> None:
         assert len(notices) >= 2
         for line in notices:
             assert line.startswith(f"rank {rank} (host "), line
-            about = line.partition(" for ")[2]
+            about = line.partition("\nfor ")[2]
             assert about.startswith("rank 1 (host "), line
             assert "its host answers, its process does not: stopped or overloaded?" in about
             assert "rank 0" not in about
@@ -139,7 +139,7 @@ def test_a_stuck_rank_is_the_only_one_blamed(tmp_path: Path) -> None:
         assert not any(f"rank {other} " in about for other in (0, 2, 3)), story.text
         if rank != 1:
             assert 1.4 < story.at < 2.5
-            assert any("its process answers" in line and " for rank 1 (host " in line for line in notices), notices
+            assert any("its process answers" in line and "\nfor rank 1 (host " in line for line in notices), notices
 
 
 # A host that is gone: its link is taken down, so that nobody says goodbye.

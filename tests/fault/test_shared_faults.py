@@ -177,7 +177,7 @@ def test_stopped_at_any_point(server: RankServer, world: int, victim: int, eleme
         assert told["wrong"] == 0
         assert told["story"].leftovers == []
         for line in told["notices"] if rank != victim else []:
-            about = line.partition(" for ")[2]
+            about = line.partition("\nfor ")[2]
             assert line.startswith(f"rank {rank} (host "), line
             assert about.startswith(f"rank {victim} (host "), line
             assert "its process does not" in about or "its process answers" in about

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringdp.config.console_log import WIDTH
 from ringdp.errors import HandshakeError, InvalidArgumentError, PeerLostError, RingError, RingTimeoutError
 from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
@@ -176,9 +177,9 @@ def test_a_filter_refuses(log: list[tuple[int, str]], rank: int, number: int, wo
     lines = warnings(log)
     assert len(lines) == 3, lines
     for line in lines:
-        assert re.search(f"rank \\d cannot share memory with ranks? .*rank {rank}: {words}.*RINGDP_TRANSPORT", line), (
-            line
-        )
+        told = f"rank \\d cannot share memory with ranks? .*rank {rank}: {words}.*\nthough .*RINGDP_TRANSPORT"
+        assert re.search(told, line), line
+        assert all(len(f"ringdp: rank {rank}: {part}") <= WIDTH for part in line.splitlines())
     log.clear()
     for me, error in enumerate(job({}, {"transport": "shm"}, {}, {"host_id": "elsewhere"}, before=before)):
         assert isinstance(error, HandshakeError), (me, error)

@@ -153,6 +153,17 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_launcher")
+@pytest.mark.slow  # with the example's own defaults: 13 s of each of two cores
+def test_hugging_faces_roberta_learns_more_than_frequencies() -> None:
+    need("transformers")
+    arguments = "masked_lm", ["--model=roberta"], free_port()
+    (code, out, err), (other_code, *_) = run_ranks(run_main, *arguments, world_size=2, backend=None, timeout_s=200)
+    assert (code, other_code) == (0, 0), out + err
+    found = re.search(r"roberta, [\d,]+ parameters\n  ok     .*text: (0\.\d+), by the most frequent one (0\.\d+)", out)
+    assert found, out
+    assert float(found[1]) > 1.2 * float(found[2])
+
+
 def test_the_recommender_comes_to_one_error_on_any_number_of_ranks() -> None:
     arguments = QUICK["recommender"][0]
     errors = []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringdp.config.console_log import WIDTH
 from ringdp.ddp.wrapper import RingDP
 from tests.train.harness import backends, on_ranks, require_same_bits, run_outcomes, run_ranks
 
@@ -73,7 +74,8 @@ def test_by_default_it_finishes_as_ddp_and_warns_once_with_ranks(backend: str, h
     """The same story on every rank that lacks something."""
     for rank, said in enumerate(run_ranks(finish_like_ddp, None, hook, world_size=3, backend=backend)):
         (text,) = said
-        assert f"in step 1 on rank {rank}. " in text
+        assert f"in step 1 on rank {rank}." in text
+        assert all(len(line) <= WIDTH for line in text.splitlines())
         assert "sometimes.weight, sometimes.bias on ranks 0, 2; used on rank 1, and their mean counts zeros" in text
         assert "Used on no rank, so their .grad stays None: never.weight, never.bias." in text
 
@@ -98,7 +100,7 @@ def test_who_lacks_nothing_says_nothing(backend: str) -> None:
     first, second, third = run_ranks(lacking_later, None, world_size=3, backend=backend)
     assert first == third == []
     assert len(second) == 1
-    assert "in step 3 on rank 1. sometimes.weight, sometimes.bias on rank 1; used on ranks 0, 2" in second[0]
+    assert "in step 3 on rank 1.\nsometimes.weight, sometimes.bias on rank 1; used on ranks 0, 2" in second[0]
     assert run_ranks(lacking_later, True, world_size=3, backend=backend) == [[], [], []]
 
 

@@ -287,7 +287,9 @@ def test_the_timeline_has_what_is_computed_on_the_bytes(transport: str, tmp_path
         for word in words:
             found = [one for one in events if one["ph"] == "X" and one["name"].startswith(f"{word} ")]
             found = [one for one in found if "last bytes" not in one["name"]]
-            assert {one["pid"] for one in found} == {0, 1, 2}, word
+            # Codes of each peer in each step, in however small pieces. A sum of few bytes at a time is not recorded.
+            least = 1 if word == "reduce" else 2 * 3
+            assert all(sum(one["pid"] == rank for one in found) >= least for rank in range(3)), word
             for one in found:
                 assert 2 <= one["args"]["working_us"] <= one["dur"] + 1, one
 

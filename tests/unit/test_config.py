@@ -361,14 +361,28 @@ def test_each_line_begins_with_our_name_and_the_rank_where_it_is_another_one(
     log.warning("step 10: rank 1 is slow\nRemedy: less work")
     config.apply_log_level({}, rank=2)
     log.warning("a warning")
-    log.warning("rank 2 (host a) has waited")
+    log.warning("rank 2 (host a) has waited\nfor rank 1 (host b)")
     log.info("not shown")
     assert console.getvalue().splitlines() == [
         "ringdp: step 10: rank 1 is slow",
         "ringdp: Remedy: less work",
         "ringdp: rank 2: a warning",
         "ringdp: rank 2 (host a) has waited",
+        "ringdp: rank 2: for rank 1 (host b)",
     ]
+
+
+def test_no_line_takes_more_than_two_of_a_console(
+    ringdp_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = console_of(ringdp_logger, monkeypatch)
+    config.apply_log_level({}, rank=3)
+    words = [f"word{number}" for number in range(80)]
+    logging.getLogger("ringdp.core").warning("%s", " ".join(words))
+    lines = console.getvalue().splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("ringdp: rank 3: ") and len(line) <= 2 * 128 for line in lines)
+    assert " ".join(line.removeprefix("ringdp: rank 3: ") for line in lines).split() == words
 
 
 def test_a_program_s_own_handlers_show_what_they_did(

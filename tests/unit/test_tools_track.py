@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 
 from ringdp.__main__ import main
+from tests.helpers import need
 
 
 def written(folder: Path, *steps: int) -> None:
@@ -117,3 +122,48 @@ def test_what_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "mlflow", Tracker())
     assert main(["track", str(tmp_path), "--to", "mlflow", "--once"]) == 1
     assert "rank_00000.jsonl has no step" in capsys.readouterr().err
+
+
+def test_a_tracker_that_does_not_begin_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(project: str) -> Any:
+        raise ValueError("no key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert main(["track", str(tmp_path), "--to", "wandb", "--once"]) == 2
+    assert capsys.readouterr().err == "python -m ringdp track: wandb does not begin: no key\n"
+
+
+def records_of(file: Path) -> Iterator[bytes]:
+    """Of wandb's own file: a head of 7 bytes, then LevelDB's log, blocks of 32 KiB with parts of 7 bytes and more."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (rest := -at % 32768) and rest < 7:
+            at += rest
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_wandb_itself_gets_the_steps_without_a_network(tmp_path: Path) -> None:
+    need("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    written(tmp_path, 1, 2)
+    environ = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    words = [sys.executable, "-m", "ringdp", "track", str(tmp_path), "--to", "wandb", "--name", "digits", "--once"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "ringdp: gave 2 steps up to step 2 to wandb, as 'digits'\n")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = [Record.FromString(raw) for raw in records_of(file)]
+    assert [it.run.project for it in records if it.HasField("run")][:1] == ["digits"]
+    steps = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in it.history.item}
+        for it in records
+        if it.HasField("history")
+    ]
+    assert [(it["_step"], it["loss"], it["ringdp/step_s"]) for it in steps] == [(1, 1.0, 0.5), (2, 0.5, 0.5)]

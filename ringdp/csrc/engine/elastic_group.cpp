@@ -432,10 +432,11 @@ void ElasticGroup::look(const std::vector<int>& waiting_for, Deadline deadline, 
   engine->check_interrupt();
   const auto now = Clock::now();
   if (now < next_notice && !deadline.expired()) return;
-  std::vector<std::string> names;
-  for (const int member : waiting_for) names.push_back(engine->peer(member).text());
+  const bool one = waiting_for.size() == 1;
   const std::string text = "a member is lost, and the others are about to go on without it; this rank waits for " +
-                           join(names, ", ") + ", which lives and has not come to its next operation";
+                           (one ? engine->peer(waiting_for.front()).text() : ranks_text(waiting_for)) +
+                           (one ? ", which lives and has" : ", which live and have") +
+                           " not come to the next operation";
   if (deadline.expired()) {
     ErrorContext context;
     context.peer = waiting_for.empty() ? -1 : waiting_for.front();

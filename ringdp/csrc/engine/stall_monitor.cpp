@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <ctime>
 #include <set>
+#include <span>
 #include <string_view>
 #include <utility>
 
@@ -20,6 +21,7 @@ constexpr int64_t kSilentMs = 1000;        // a living engine answers sooner, ev
 constexpr std::size_t kWatchedNested = 4;  // of a group's operations inside callbacks
 constexpr int64_t kStacksMs = 1500;        // for a rank to answer with its stacks; a notice waits for them that long
 constexpr std::size_t kMostStacks = 4;     // missing ranks that are asked for stacks
+constexpr std::size_t kMostExplained = 8;  // of the others a text has the number
 // of reports forwarded from rank to rank: twice the distance across 256 ranks
 constexpr int kMostHops = 16;
 
@@ -103,7 +105,7 @@ void StallMonitor::watch(GroupState& group, InFlight& in_flight, Clock::time_poi
   if (await_stacks(group, in_flight, missing, now)) return;
   group.noticed_at = now;
   const std::string notice = peers_.self().text() + " has waited " + seconds(stalled_ms) + " in " +
-                             in_flight.work->text() + " for " + explain_wait(in_flight, missing);
+                             in_flight.work->text() + "\nfor " + explain_wait(in_flight, missing, "\nand ");
   notices_.post(LogLevel::kWarning, notice);
   log_stacks(in_flight, notice);
 }
@@ -436,16 +438,19 @@ void StallMonitor::add_reported_by_others(const InFlight& in_flight, std::vector
   }
 }
 
-std::string StallMonitor::explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing) const {
+std::string StallMonitor::explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing,
+                                       const char* between) const {
   std::string out = missing.empty() ? in_flight.operation->waiting_for() : "";
-  for (const MissingRank& it : missing) {
+  for (const MissingRank& it : std::span(missing).first(std::min(missing.size(), kMostExplained))) {
     std::string peer = peers_.info(it.rank).text();
     std::string frame;
     if (const auto stacks = in_flight.stacks.find(it.rank); stacks != in_flight.stacks.end())
       frame = frame_of_script(stacks->second.text);
     peer.insert(peer.size() - 1, "; " + it.why + (frame.empty() ? "" : "; its script is at " + frame));
-    out += (out.empty() ? "" : ", ") + peer;
+    out += (out.empty() ? "" : between) + peer;
   }
+  if (const std::size_t more = missing.size() - std::min(missing.size(), kMostExplained); more > 0)
+    out += between + std::to_string(more) + " more ranks";
   const std::string callers = several_callers(in_flight.work->group());
   return out + slow_paths_text(links_, in_flight.operation->missing()) + (callers.empty() ? "" : "; " + callers);
 }
@@ -461,7 +466,7 @@ Error StallMonitor::explain_timeout(const InFlight& in_flight) const {
   std::vector<int> open = in_flight.operation->missing();
   int guilty = !missing.empty() ? missing.front().rank : !open.empty() ? open.front() : -1;
   if (guilty >= 0) peers_.info(guilty).fill_peer(context);
-  context.cause = "waiting for " + explain_wait(in_flight, missing);
+  context.cause = "waiting for " + explain_wait(in_flight, missing, ", ");
   context.advice = "check what that rank is doing; if it is only slow, give a longer timeout";
   return Error(ErrorKind::kTimeout,
                in_flight.work->text() + " on rank " + std::to_string(peers_.rank()) + " Timed out after " +

@@ -67,8 +67,9 @@ class StallMonitor {
   bool await_stacks(const GroupState& group, InFlight& in_flight, const std::vector<MissingRank>& missing,
                     Clock::time_point now);
   void log_stacks(const InFlight& in_flight, const std::string& notice);
-  // For which ranks it waits, and all that is known about why: for the log and for errors.
-  std::string explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing) const;
+  // For which ranks it waits, and all that is known about why: for the log and for errors. `between` two ranks.
+  std::string explain_wait(const InFlight& in_flight, const std::vector<MissingRank>& missing,
+                           const char* between) const;
 
   DriverRole& role_;
   const GroupTable& groups_;

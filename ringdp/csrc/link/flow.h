@@ -57,18 +57,16 @@ struct FlowRecord {
     last_ns.store(now, std::memory_order_relaxed);
     moved.store(bytes_so_far, std::memory_order_relaxed);
   }
-  // Work on bytes of the flow that began at `begin_ns` and has ended now. Not recorded for few bytes, for which the
-  // clock would cost too much.
+  // Work on bytes of the flow that began at `begin_ns` and has ended now; a piece may take less than a microsecond. Not
+  // recorded for few bytes, for which the clock would cost too much.
   void note_work(int64_t begin_ns) {
     const int64_t end_ns = nanoseconds_of(Clock::now());
-    if (end_ns - begin_ns < kLeastWorkNs) return;
     if (work_first_ns.load(std::memory_order_relaxed) == 0) work_first_ns.store(begin_ns, std::memory_order_relaxed);
     work_last_ns.store(end_ns, std::memory_order_relaxed);
     work_ns.store(work_ns.load(std::memory_order_relaxed) + end_ns - begin_ns, std::memory_order_relaxed);
   }
 
   static constexpr std::size_t kLeastWorkBytes = 16 * 1024;
-  static constexpr int64_t kLeastWorkNs = 2000;
 };
 
 struct PeerInfo;

@@ -366,7 +366,10 @@ void LinkSender::finish_frame() {
   flow->opened = true;
   if (flow->record != nullptr) flow->record->note(flow->sent);
   if (flow->complete()) std::erase(sending_, flow);
+  // A sum may have waited for these bytes to leave.
+  FlowRecord* const record = sent >= FlowRecord::kLeastWorkBytes ? flow->record : nullptr;
   flow->handler->flushed(*flow);
+  if (record != nullptr) record->note_work(record->last_ns.load(std::memory_order_relaxed));
 }
 
 std::size_t LinkSender::pieces(std::array<iovec, 3>& out) const {

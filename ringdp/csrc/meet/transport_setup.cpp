@@ -222,8 +222,8 @@ void TransportSetup::log_transports() const {
     reasons.resize(kReasonsShown);
     reasons.push_back("and " + std::to_string(more) + " more reasons");
   }
-  log(LogLevel::kWarning, self + " cannot share memory with " + join(reasons, ", ") +
-                              " though they are on the same host, and uses " + std::string(fallback->title) +
+  log(LogLevel::kWarning, self + " cannot share memory with " + join(reasons, ",\n") +
+                              "\nthough they are on the same host, and uses " + std::string(fallback->title) +
                               ", which is slower; RINGDP_TRANSPORT=" + std::string(fallback->name) +
                               " says that this is meant");
 }

@@ -8,6 +8,7 @@ namespace ringdp {
 namespace {
 
 constexpr std::size_t kNamesShown = 20;
+constexpr std::size_t kWarnedBytes = 100;  // of names in a line of a warning
 constexpr std::size_t kDescriptionBytes = 200;
 
 // Names, those with the same ranks together, in the order in which they were added.
@@ -60,14 +61,14 @@ std::string interrupted_text(const UnfinishedBackward& backward) {
 
 }  // namespace
 
-std::string listed(const std::vector<std::string>& names) {
+std::string listed(const std::vector<std::string>& names, std::size_t most_bytes) {
   std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i) {
-    if (i > 0) text.append(", ");
-    text.append(names[i]);
+  std::size_t shown = 0;
+  for (; shown < std::min(names.size(), kNamesShown); ++shown) {
+    if (shown > 0 && text.size() + names[shown].size() > most_bytes) break;
+    text.append(shown > 0 ? ", " : "").append(names[shown]);
   }
-  if (names.size() > kNamesShown)
-    text.append(", … ").append(std::to_string(names.size() - kNamesShown)).append(" more");
+  if (names.size() > shown) text.append(", … ").append(std::to_string(names.size() - shown)).append(" more");
   return text;
 }
 
@@ -119,10 +120,11 @@ std::string unused_here(const std::vector<std::size_t>& missing, const std::vect
   std::vector<std::string> everywhere;
   for (std::size_t i : missing) (somewhere.empty() || somewhere[i] ? here : everywhere).push_back(names[i]);
   std::string text;
-  if (!here.empty()) text += "Used on other ranks, so their mean counts zeros from this one: " + listed(here) + ".";
+  if (!here.empty())
+    text += "Used on other ranks, so their mean counts zeros from this one: " + listed(here, kWarnedBytes) + ".";
   if (!everywhere.empty()) {
-    text += std::string(text.empty() ? "" : " ") + "Used on no rank, so their .grad stays None: " + listed(everywhere) +
-            ".";
+    text += std::string(text.empty() ? "" : "\n") +
+            "Used on no rank, so their .grad stays None: " + listed(everywhere, kWarnedBytes) + ".";
   }
   return text;
 }
@@ -138,11 +140,11 @@ std::string unused_by_ranks(const std::vector<std::vector<uint8_t>>& used, std::
   std::string nowhere;
   for (const RankTable::Row& row : table.rows()) {
     if (std::find(row.ranks.begin(), row.ranks.end(), true) == row.ranks.end()) {
-      nowhere = "Used on no rank, so their .grad stays None: " + listed(row.names) + ".";
+      nowhere = "Used on no rank, so their .grad stays None: " + listed(row.names, kWarnedBytes) + ".";
       continue;
     }
-    text += listed(row.names) + " on " + describe_ranks(row.ranks, false) + "; used on " +
-            describe_ranks(row.ranks, true) + ", and their mean counts zeros from the others. ";
+    text += listed(row.names, kWarnedBytes) + " on " + describe_ranks(row.ranks, false) + "; used on " +
+            describe_ranks(row.ranks, true) + ", and their mean counts zeros from the others.\n";
   }
   text += nowhere;
   if (nowhere.empty()) text.pop_back();

@@ -11,8 +11,8 @@
 
 namespace ringdp {
 
-// "a.weight, a.bias, … 7 more"
-std::string listed(const std::vector<std::string>& names);
+// "a.weight, a.bias, … 7 more": the first names, of about `most_bytes` or less.
+std::string listed(const std::vector<std::string>& names, std::size_t most_bytes = std::string::npos);
 
 // "rank 1" or "ranks 0, 2, 4-7": those whose entry in `ranks` is `which`; "no rank".
 std::string describe_ranks(const std::vector<bool>& ranks, bool which);
@@ -25,7 +25,7 @@ std::string describe_names(std::span<const std::size_t> members, std::span<const
 std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
                             std::span<const std::string> names);
 
-// The treatment of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether
+// In lines: the treatment of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether
 // some rank has one; empty if unknown.
 std::string unused_here(const std::vector<std::size_t>& missing, const std::vector<bool>& somewhere,
                         std::span<const std::string> names);

@@ -109,9 +109,8 @@ void UsedMap::warn(const std::vector<std::size_t>& missing, int64_t step, bool j
   if (missing.empty() || std::exchange(history_.warned, true)) return;
   const std::string which = ranks.empty() ? unused_here(missing, somewhere_, parameters_.names())
                                           : unused_by_ranks(ranks, parameters_.names());
-  TORCH_WARN(
-      "parameters without gradient in step ", step, " on rank ", group_.rank(), ". ", which,
-      " This warning appears once; find_unused_parameters=True declares that it is intended, False makes it an error.");
+  TORCH_WARN("ringdp: parameters without gradient in step ", step, " on rank ", group_.rank(), ".\n", which,
+             "\nThis comes once; find_unused_parameters=True: it is intended, False: it is an error.");
 }
 
 namespace {
