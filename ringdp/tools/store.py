@@ -14,8 +14,8 @@ from ringdp.config import STORE_KEPT
 _ABOUT = (
     "Keep the store in which the launchers and ranks of an elastic job meet and agree, so that the job goes on without "
     "any of its hosts: ringrun --elastic --nnodes N --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME. "
-    "One store for each job. It listens on all addresses, without a password: only on a network that you trust. Ends by "
-    "SIGTERM or Ctrl-C."
+    "One store for each job. It listens on all addresses, without a password: only on a network that you trust. Ends "
+    "by SIGTERM or Ctrl-C."
 )
 
 
