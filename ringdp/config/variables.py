@@ -420,23 +420,32 @@ def elastic(environ: Mapping[str, str] | None = None) -> bool:
     return joins(environ) is not None or _switch("RINGDP_ELASTIC", environ, default=False)
 
 
-def ranks_allowed(environ: Mapping[str, str] | None = None) -> tuple[int, int | None]:
-    """RINGDP_MIN_RANKS and RINGDP_MAX_RANKS: the least and the most ranks of an elastic job; 1 and no limit where they
-    are not set.
+def min_ranks(environ: Mapping[str, str] | None = None) -> int:
+    """RINGDP_MIN_RANKS: with fewer ranks an elastic job waits; 1 where it is not set.
 
     Raises:
-        InvalidArgumentError: one is no number from 1 on, or the first is above the second.
+        InvalidArgumentError: it is no number from 1 on.
     """
-    found: list[int | None] = []
-    for name in ("RINGDP_MIN_RANKS", "RINGDP_MAX_RANKS"):
-        text = _of_this_job(environ).get(name, "").strip()
-        found.append(whole_number(name, text) if text else None)
-        if text and not (found[-1] or 0) >= 1:
-            raise InvalidArgumentError(f"{name}={text} must be a number of ranks, at least 1")
-    least, most = found[0] or 1, found[1]
+    return _ranks("RINGDP_MIN_RANKS", environ) or 1
+
+
+def max_ranks(environ: Mapping[str, str] | None = None) -> int | None:
+    """RINGDP_MAX_RANKS: the most ranks of an elastic job; None where it is not set.
+
+    Raises:
+        InvalidArgumentError: it is no number from 1 on, or below `min_ranks`.
+    """
+    most, least = _ranks("RINGDP_MAX_RANKS", environ), min_ranks(environ)
     if most is not None and most < least:
         raise InvalidArgumentError(f"RINGDP_MAX_RANKS={most} is below RINGDP_MIN_RANKS={least}")
-    return least, most
+    return most
+
+
+def _ranks(name: str, environ: Mapping[str, str] | None) -> int | None:
+    text = _of_this_job(environ).get(name, "").strip()
+    if text and (number := whole_number(name, text)) < 1:
+        raise InvalidArgumentError(f"{name}={text} must be a number of ranks, at least 1")
+    return number if text else None
 
 
 def joins(environ: Mapping[str, str] | None = None) -> tuple[str, int, str] | None:

@@ -129,9 +129,8 @@ class Job:
                     f"{who}: newcomers cannot be sent the state of a {type(part).__name__}, only tensors, numbers,"
                     f" text, and lists and dicts of them: {wrong}"
                 )
-        least, most = config.ranks_allowed()
-        least = least if min_ranks is None else values.whole(who, "min_ranks", min_ranks, 1)
-        most = most if max_ranks is None else values.whole(who, "max_ranks", max_ranks, least)
+        least = config.min_ranks() if min_ranks is None else values.whole(who, "min_ranks", min_ranks, 1)
+        most = config.max_ranks() if max_ranks is None else values.whole(who, "max_ranks", max_ranks, least)
         if most is not None and most < least:
             raise InvalidArgumentError(f"{who}: min_ranks={least} is above the most ranks, {most} (RINGDP_MAX_RANKS)")
         self._min_ranks = least

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 
 from ringdp import refusals
-from ringdp.config import joins, ranks_allowed, read_secret
+from ringdp.config import joins, max_ranks, read_secret
 from ringdp.errors import RingError
 from ringdp.launcher import joining
 from ringdp.launcher.host_list import Host, parse_hosts, read_host_file, scheduler_host_file
@@ -398,7 +398,7 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
     if not args.elastic:
         return
     try:
-        ranks_allowed(ranks_variables(args))
+        max_ranks(ranks_variables(args))
     except RingError as error:
         raise ValueError(
             re.sub(r"RINGDP_(MIN|MAX)_RANKS=", lambda it: f"--{it[1].lower()}-ranks ", str(error))

@@ -152,7 +152,8 @@ def report_to(
                 super()._rendezvous(worker_group)
                 self._first_store, self._alone = worker_group.store, False
                 if lost is not None and (kept := self._kept(worker_group)) is not None:
-                    worker_group.master_addr, worker_group.master_port = kept
+                    given: Any = worker_group  # torch's annotations are those of its defaults
+                    given.master_addr, given.master_port = kept
                 if lost is not None and (worker_group.group_world_size or 1) > 1:
                     other_nodes.claim(self)
                 return
@@ -178,6 +179,7 @@ def report_to(
                 group.master_addr, group.master_port = info.master_addr, info.master_port
 
         def _kept(self, worker_group: WorkerGroup) -> tuple[str, int] | None:
+            assert worker_group.store is not None
             return joining.kept(worker_group.store, worker_group.spec.rdzv_handler.get_run_id())
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -30,7 +30,7 @@ def add_parsers(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Keep it until a signal ends it; the exit code."""
-    from torch.distributed import DistNetworkError, TCPStore
+    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -149,7 +149,7 @@ def lost_when_it_was_made(folder: str) -> list[int]:
     samples."""
     x, y = data(48)
     seen: list[int] = []
-    compare = sampler_module.compare_settings
+    compare: Any = getattr(sampler_module, "compare_settings")  # noqa: B009
 
     def then_lost(*given: Any) -> Any:
         found = compare(*given)

@@ -129,11 +129,12 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
 
 
 def test_how_many_ranks_an_elastic_job_may_have() -> None:
-    assert config.ranks_allowed({}) == (1, None)
-    assert config.ranks_allowed({"RINGDP_MIN_RANKS": "2", "RINGDP_MAX_RANKS": "8"}) == (2, 8)
+    given = {"RINGDP_MIN_RANKS": "2", "RINGDP_MAX_RANKS": "8"}
+    assert (config.min_ranks({}), config.max_ranks({})) == (1, None)
+    assert (config.min_ranks(given), config.max_ranks(given)) == (2, 8)
     for least, most, words in [("0", "", "at least 1"), ("3", "2", "RINGDP_MAX_RANKS=2 is below"), ("", "x", "whole")]:
         with pytest.raises(InvalidArgumentError, match=words):
-            config.ranks_allowed({"RINGDP_MIN_RANKS": least, "RINGDP_MAX_RANKS": most})
+            config.max_ranks({"RINGDP_MIN_RANKS": least, "RINGDP_MAX_RANKS": most})
 
 
 def test_the_secret_is_not_shown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import struct
@@ -151,7 +152,7 @@ def records_of(file: Path) -> Iterator[bytes]:
 
 def test_wandb_itself_gets_the_steps_without_a_network(tmp_path: Path) -> None:
     need("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
+    Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
     written(tmp_path, 1, 2)
     environ = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}

@@ -25,8 +25,8 @@ std::string describe_names(std::span<const std::size_t> members, std::span<const
 std::string describe_bucket(std::size_t index, std::span<const std::size_t> members,
                             std::span<const std::string> names);
 
-// In lines: the treatment of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter, whether
-// some rank has one; empty if unknown.
+// In lines: the treatment of the parameters `missing`, which have no gradient on this rank. `somewhere`: by parameter,
+// whether some rank has one; empty if unknown.
 std::string unused_here(const std::vector<std::size_t>& missing, const std::vector<bool>& somewhere,
                         std::span<const std::string> names);
 // The same about all ranks; `used`: [rank][parameter], not 0 where that rank has a gradient.
