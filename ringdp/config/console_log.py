@@ -11,6 +11,11 @@ PREFIX = "ringdp: "
 WIDTH = 2 * 128  # of a line: two lines of a console
 
 
+def _pieces(line: str, width: int) -> list[str]:
+    """Paths and addresses stay whole."""
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+
+
 class ConsoleLog(logging.Handler):
     """Shows records on standard error where the program has no handler of its own for them, as logging's last resort
     would. Any thread.
@@ -44,7 +49,7 @@ class ConsoleLog(logging.Handler):
         for line in message.splitlines():
             rank = f"rank {self.rank}: " if self.rank and not line.lower().startswith("rank ") else ""
             begin = f"{PREFIX}{details}{rank}"
-            parts = [line] if len(begin + line) <= WIDTH else textwrap.wrap(line, WIDTH - len(begin))
+            parts = [line] if len(begin + line) <= WIDTH else _pieces(line, WIDTH - len(begin))
             shown += [begin + part for part in parts]
         return "\n".join(shown)
 

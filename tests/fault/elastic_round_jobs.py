@@ -20,6 +20,7 @@ import ringdp
 from ringdp import _C
 from ringdp.compression.partition import owner_offset_of
 from ringdp.rounds import diloco, exchange
+from ringdp.rounds.codes import OwnedCodes
 from tests.fault.elastic_jobs import Net, Told, batch, digests, group_of, joined, telling
 from tests.fault.faults import Faults
 from tests.train.harness import default_group
@@ -158,17 +159,21 @@ def exchanging(rounds: Any, means: Sequence[Mean], place: int) -> Iterator[None]
 
 
 def give_group(it: Any, group: dist.ProcessGroup | None) -> None:
-    """A rank's residuals stay with it: see `FragmentExchange.follow_members`."""
+    """A rank's residuals stay with it: see `OwnedCodes.follow_members`."""
     before, it.group = it.group, group
-    for piece in it.fragment.pieces if group is not before else ():
-        residual = it.residuals.current(piece.name)
+    if it.codes is None:
+        return
+    it.codes._group = group
+    owned = isinstance(it.codes, OwnedCodes) and group is not before
+    for piece in it.fragment.pieces if owned else ():
+        residual = it.codes.residuals.current(piece.name)
         if residual is not None:
             residual = residual.clone()
             if before is not None:
                 times_owned(residual, before, piece.name, float(before.size()))
             if group is not None:
                 times_owned(residual, group, piece.name, 1.0 / group.size())
-            it.residuals.set(piece.name, residual)
+            it.codes.residuals.set(piece.name, residual)
 
 
 def times_owned(residual: torch.Tensor, group: dist.ProcessGroup, name: str, factor: float) -> None:

@@ -532,5 +532,5 @@ def test_data_loaders_of_all_kinds_draw_from_it(options: dict[str, Any]) -> None
 
 
 def test_only_a_ringdp_can_be_watched() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"needs a ringdp\.RingDP, not a Linear"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a ringdp\.RingDP or a ringdp\.DiLoCo, not a Linear"):
         BalancedSampler(10, 5).watch(torch.nn.Linear(1, 1))

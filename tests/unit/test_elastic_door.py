@@ -64,7 +64,7 @@ def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(elastic, "places", lambda of: of.places)
     made: Any = door.Door(group, lambda: None, 2)  # type: ignore[arg-type, return-value]
     made._waiting = lambda *_: [1]
-    made._board.give_up(made._board.propose(1, [1], [0, 1, 2]))
+    made._board.give_up(made._board.propose(1, [1], [0, 1, 2], 5.0))
     for _ in range(2 * door.MOST_FAILURES):
         made._propose()
     assert made._board.refusal(1) is None
@@ -76,7 +76,7 @@ def test_nobody_goes_on_in_a_world_from_which_its_newcomers_turn_away(monkeypatc
     monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
     monkeypatch.setattr(elastic, "places", lambda of: of.places)
     made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
-    first = made._board.propose(1, [1, 2], [0, 1, 2, 3])
+    first = made._board.propose(1, [1, 2], [0, 1, 2, 3], 5.0)
     made._met = made._ready = first
     made._waiting = lambda *_: [1]  # the second one has died
     made._first_s[1] = 0.0
