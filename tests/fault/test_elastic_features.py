@@ -231,7 +231,9 @@ def drawn_job(number: int) -> tuple[Faults, dict[str, Any]]:
         options["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16)
         job["norm"] = False  # its buffers are not of that type
     if job.get("accumulate") and job.get("hook") not in ("torch powerSGD", "ddp_hook") and draw.random() < 0.5:
-        job["freeze"] = tuple(step for step in range(4) if draw.random() < 0.5)
+        # What micro-batches have left of a parameter that is frozen then is averaged in the forward, as a unit.
+        lost = {it.step for it in faults.all}
+        job["freeze"] = tuple(step for step in range(4) if draw.random() < 0.5 and step not in lost)
     elif chosen == "compression" and draw.random() < 0.3:
         job["replace"] = draw.randrange(4)
     if draw.random() < 0.3:
