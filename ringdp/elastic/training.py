@@ -93,7 +93,7 @@ class Steps:
         return None
 
     def take(self, carried: dict[str, Any] | None, step: int, *, new: bool) -> None:
-        self.load({}, step)
+        self.part.begin_again(step)
         if carried is not None:
             self.part.load_compression_state_dict(carried)
 

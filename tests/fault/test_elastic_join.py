@@ -58,6 +58,19 @@ def run_scripted(job: Jobs, **options: Any) -> None:
         before = str(job.folder / f"state_{last}_{following}")
 
 
+def one_comes_and_one_leaves(job: Jobs) -> None:
+    """Two ranks, three, then two without the first one, to the end."""
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(3)
+    job.join()
+    job.until_ranks(3)
+    job.leave(first)
+    job.until_ranks(2)
+    assert len(job.wait()) == 2
+    job.check_replicas()
+
+
 def test_ranks_come_and_leave_and_each_step_is_that_of_a_scripted_job(made: Callable[..., Jobs]) -> None:
     job = made()
     job.start(2)
@@ -105,15 +118,7 @@ def test_a_job_of_one_rank_gets_others_and_becomes_one_again(made: Callable[...,
 def test_ranks_come_and_leave_where_rounds_end(made: Callable[..., Jobs], rounds: dict[str, Any]) -> None:
     options: dict[str, Any] = {"rounds": rounds}
     job = made(**options)
-    job.start(2)
-    first = job.pids()[0]
-    job.until_step(3)
-    job.join()
-    job.until_ranks(3)
-    job.leave(first)
-    job.until_ranks(2)
-    assert len(job.wait()) == 2
-    job.check_replicas()
+    one_comes_and_one_leaves(job)
     job.check_each_sample_once()
     assert all(it["step"] % rounds["every"] == 0 for it in job.events("change"))
     run_scripted(job, **options)
@@ -183,15 +188,7 @@ def test_samples_of_a_rank_that_dies_within_a_round_come_again(made: Callable[..
 )
 def test_a_newcomer_fits_into_what_the_job_uses(made: Callable[..., Jobs], options: dict[str, Any]) -> None:
     job = made(**options)
-    job.start(2)
-    first = job.pids()[0]
-    job.until_step(3)
-    job.join()
-    job.until_ranks(3)
-    job.leave(first)
-    job.until_ranks(2)
-    assert len(job.wait()) == 2
-    job.check_replicas()
+    one_comes_and_one_leaves(job)
     if "validate" in options:
         assert {it["validated"] * it["ranks"] for it in job.events("epoch")} == {jobs.SAMPLES}
     elif "accumulate" not in options:

@@ -57,6 +57,17 @@ def ends(job: Job) -> set[str]:
     return set(re.findall(r"rank \d of 3: (-?0x[0-9a-f.]+p[-+]\d+)", job.out))
 
 
+def secret_in(folder: Path, pair: str = "ab") -> Path:
+    (path := folder / "secret").write_text(pair * 32)
+    path.chmod(0o600)
+    return path
+
+
+def until_finish(folder: Path) -> str:
+    """TRAIN, until there is a file "finish"."""
+    return re.sub(r"float\(not first .*\)$", f"float(os.path.exists('{folder}/finish')))", TRAIN, flags=re.MULTILINE)
+
+
 def run(jobs: list[Job], folder: Path, *arguments: str | Path) -> Job:
     job = Job(folder, *arguments)
     jobs.append(job)
@@ -119,9 +130,7 @@ def test_nothing_takes_the_place_of_a_rank_where_that_is_not_wanted(tmp_path: Pa
 
 
 def test_ranks_join_from_another_launcher(tmp_path: Path, jobs: list[Job]) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("ab" * 32)
-    secret.chmod(0o600)
+    secret = secret_in(tmp_path)
     endpoint = f"127.0.0.1:{free_port()}"
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -155,9 +164,7 @@ def test_a_launcher_whose_last_rank_dies_stays_for_those_of_others(
     text = text.replace("float(not first or (job.step > 200", f"float(os.path.exists('{tmp_path}/finish') or (False")
     program, endpoint = script(tmp_path, text), f"127.0.0.1:{free_port()}"
     launched: list[Job] = []
-    (tmp_path / "secret").write_text("ab" * 32)
-    (tmp_path / "secret").chmod(0o600)
-    common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements"]
+    common = ["--secret-file", str(secret_in(tmp_path)), "--console", "all", "-n", "1", "--max-replacements"]
     meeting = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     for name, options in (("first", meeting), ("second", ["--join", endpoint])):
         (tmp_path / name).mkdir()
@@ -181,13 +188,11 @@ def test_a_launcher_whose_last_rank_dies_stays_for_those_of_others(
 def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Path, jobs: list[Job], told: str) -> None:
     """SIGTERM to the only rank of the first launcher, which stays and keeps the store for the others; or to that
     launcher, with which the store goes."""
-    text = re.sub(r"float\(not first .*\)$", f"float(os.path.exists('{tmp_path}/finish')))", TRAIN, flags=re.M)
+    text = until_finish(tmp_path)
     here = f"open(f'{tmp_path}/pid-{{int(first)}}', 'w').write(str(os.getpid()))"
     text = text.replace("    for epoch in", f"    {here}\n    for epoch in")
     program, endpoint = script(tmp_path, text), f"127.0.0.1:{free_port()}"
-    (tmp_path / "secret").write_text("ab" * 32)
-    (tmp_path / "secret").chmod(0o600)
-    common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements", "0"]
+    common = ["--secret-file", str(secret_in(tmp_path)), "--console", "all", "-n", "1", "--max-replacements", "0"]
     meeting = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -208,18 +213,17 @@ def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Pat
 
 def test_a_store_on_a_host_of_its_own_outlives_the_first_host(tmp_path: Path, jobs: list[Job]) -> None:
     """All of the first host is gone, its launcher and rank: the others go on, and ranks still come."""
-    text = re.sub(r"float\(not first .*\)$", f"float(os.path.exists('{tmp_path}/finish')))", TRAIN, flags=re.M)
+    text = until_finish(tmp_path)
     program, port = script(tmp_path, text), free_port()
     for name in ("first", "second", "third", "other"):
         (tmp_path / name).mkdir()
-    (tmp_path / "secret").write_text("ab" * 32)
-    (tmp_path / "secret").chmod(0o600)
+    secret = secret_in(tmp_path)
     keeper = subprocess.Popen([sys.executable, "-m", "ringdp", "store", "--port", str(port)], stdout=subprocess.PIPE)
     try:
         assert keeper.stdout is not None
         assert b"the store of one job, at " in keeper.stdout.readline()
         at = ["--elastic", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id"]
-        common = ["--secret-file", str(tmp_path / "secret"), "--console", "all", "-n", "1", "--max-replacements", "0"]
+        common = ["--secret-file", str(secret), "--console", "all", "-n", "1", "--max-replacements", "0"]
         two = [
             run(jobs, tmp_path / name, *at, "job", "--nnodes", "2", *common, program) for name in ("first", "second")
         ]
@@ -280,8 +284,7 @@ def test_a_second_job_of_the_same_endpoint_and_name(tmp_path: Path, jobs: list[J
     program, launched = script(tmp_path, TRAIN), []
     for name, more in (("first", []), ("second", []), ("third", ["--nnodes", "2"]), ("fourth", ["--nnodes", "2"])):
         (folder := tmp_path / name).mkdir()
-        (folder / "secret").write_text("cd" * 32 if name == "third" else "ab" * 32)
-        (folder / "secret").chmod(0o600)
+        secret_in(folder, "cd" if name == "third" else "ab")
         launched.append(run(jobs, folder, *common, *more, "--secret-file", "secret", "--console", "all", program))
         if name == "first":
             wait_until(lambda: joining.running("127.0.0.1", port, "none"), "the job")
