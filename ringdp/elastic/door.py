@@ -28,7 +28,9 @@ MOST_FAILURES = 5
 MOST_TICKETS = 1000
 """The newest ones; a store on a network takes what anybody writes."""
 MEET_S = 5.0
-"""A newcomer has so long to connect, twice as long in the next try, and so on: the machines may be busy."""
+"""A newcomer has so long to connect, and twice as long in each further try: the machines may be busy."""
+MOST_MEET_S = 20.0
+"""But not longer: a member that ends meanwhile waits for it, and other newcomers do."""
 
 
 class Door:
@@ -125,8 +127,8 @@ class Door:
             with self._held:  # while the members go on in the last one, a newcomer must not turn to another
                 if elastic.view_of(self._group) == view:
                     self._met = self._ready = None  # nor may they go on in one from which its newcomers turn away now
-                    seconds = MEET_S * 2 ** max(self._failures.get(ticket, 0) for ticket in waiting)
-                    self._board.propose(view, waiting, places + new, seconds)
+                    tries = max(self._failures.get(ticket, 0) for ticket in waiting)
+                    self._board.propose(view, waiting, places + new, min(MEET_S * 2**tries, MOST_MEET_S))
 
     def _count_failure(self, world: World) -> None:
         for ticket in world.tickets:

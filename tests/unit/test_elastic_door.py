@@ -70,6 +70,23 @@ def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) 
     assert made._board.refusal(1) is None
 
 
+def test_a_meeting_that_has_failed_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a member that ends meanwhile may wait for it."""
+    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
+    monkeypatch.setattr(elastic, "origin", lambda: origin)
+    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
+    monkeypatch.setattr(elastic, "places", lambda of: of.places)
+    made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
+    made._waiting = lambda *_: [1]
+    made._first_s[1] = 0.0
+    seconds = []
+    for _ in range(door.MOST_FAILURES):
+        made._propose()
+        seconds.append((proposed := made._board.latest()).seconds)
+        made._board.give_up(proposed)
+    assert seconds == [5.0, 10.0, 20.0, 20.0, 20.0]
+
+
 def test_nobody_goes_on_in_a_world_from_which_its_newcomers_turn_away(monkeypatch: pytest.MonkeyPatch) -> None:
     group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
     monkeypatch.setattr(elastic, "origin", lambda: origin)
