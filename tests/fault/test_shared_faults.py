@@ -261,7 +261,7 @@ def expect_words(told: Mapping[str, Any], *, world: int) -> None:
         assert told["value"] == sum(range(1, world + 1))
         assert len(told["lines"]) == ("tcp" in told["transports"].values()), told
     else:
-        assert len(story.text) > 20, story
+        assert len(story.text) > 20 or story.error == "MemoryError", story
         assert story.at < 20.0, story
     assert story.leftovers == [], told
 
