@@ -49,7 +49,8 @@ def wrapped(module: nn.Module, mode: str, *, view: bool = True) -> nn.Module:
         return module
     wrapper: Any = DistributedDataParallel if mode == "ddp" else ringdp.RingDP
     device = next(module.parameters()).device
-    model: nn.Module = wrapper(module, device_ids=[device], gradient_as_bucket_view=view)
+    inputs = {} if isinstance(module, GradientsAlone) else {"device_ids": [device]}  # DDP takes no forward without
+    model: nn.Module = wrapper(module, gradient_as_bucket_view=view, **inputs)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ringdp.job.backend import BACKEND, check_extension
 
@@ -35,3 +36,25 @@ def watch_backends(group: dist.ProcessGroup | None = None) -> list[str]:
     if names:
         _log.debug("%s is watched by %s", ", ".join(names), BACKEND)
     return names
+
+
+def leave_groups() -> None:
+    """Destroy all process groups, as ``torch.distributed.destroy_process_group()``; without waiting for a backend that
+    failed, as ``ring`` beside it said.
+
+    Where torch's watchdog of NCCL has seen a failure before the abort, it sleeps for a minute and then ends the
+    process, and NCCL's shutdown waits for it (ProcessGroupNCCL.cpp of torch's c10d, Watchdog::runLoop).
+    """
+    if any(map(_has_failed, list(distributed_c10d._world.pg_map))):
+        distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def _has_failed(group: dist.ProcessGroup) -> bool:
+    config = str(dist.get_backend_config(group))
+    if BACKEND not in config or "," not in config:
+        return False
+    from ringdp import _C
+
+    return any(one.failed for one in _C.watch_group(group))

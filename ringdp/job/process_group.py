@@ -27,6 +27,7 @@ from ringdp.config import environments, threads
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import arguments, devices, elastic, job_store
 from ringdp.job import backend as ring
+from ringdp.job.backend_watchdog import leave_groups as _leave_groups
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -185,7 +186,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         if ring.BACKEND in str(dist.get_backend_config()):
             ring.say_farewell("it called ringdp.shutdown()")
-        dist.destroy_process_group()
+        _leave_groups()
     config.unmark_rank()
 
 
@@ -409,7 +410,7 @@ def _shutdown_at_exit() -> None:
     try:
         if ring.BACKEND in str(dist.get_backend_config()):
             ring.say_farewell()
-        dist.destroy_process_group()
+        _leave_groups()
         config.unmark_rank()
     except Exception as error:
         _log.warning("leaving the job at exit failed: %s", error)

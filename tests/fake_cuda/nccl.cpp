@@ -158,11 +158,19 @@ class NcclWork final : public c10d::Work {
 
 c10d::Backend::Options with_name() { return c10d::Backend::Options("nccl"); }
 
+std::atomic<bool> doomed = false;
+
+// As torch's thread is joined, where a group is left or no longer referred to.
+void wait_for_the_watchdog() {
+  while (doomed) std::this_thread::sleep_for(milliseconds(100));
+}
+
 // As torch's watchdog, which does not hear of an abort any more once it has seen the timeout.
 void end_process_later(const std::string& why) {
   const char* given = std::getenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC");
   const milliseconds time(kDumpsBeforeTheEnd * (given != nullptr ? std::atoi(given) : kDumpMs));
   std::fprintf(stderr, "fake NCCL: %s\n", why.c_str());
+  doomed = true;
   std::thread([time] {
     std::this_thread::sleep_for(time);
     std::fprintf(stderr, "fake NCCL: to avoid data inconsistency, the process ends\n");
@@ -184,6 +192,7 @@ class Nccl final : public c10d::Backend {
         exchange_(std::make_shared<Exchange>(rank, size)) {}
   ~Nccl() override {
     if (!closed_) exchange_->abort();
+    wait_for_the_watchdog();
   }
 
   const std::string getBackendName() const override { return "nccl"; }
@@ -200,6 +209,7 @@ class Nccl final : public c10d::Backend {
   void shutdown() override {
     if (!closed_ && last_) Machine::here().wait_for(last_);
     closed_ = true;
+    wait_for_the_watchdog();
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {

@@ -376,7 +376,8 @@ def _process_group(backend: str | None, store: str, rank: int, world_size: int) 
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()  # a rank with nothing to do could leave while another still connects to it
     yield  # where the function raises, the process is killed: leaving the group could wait for the other ranks
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have left it
+        dist.destroy_process_group()
 
 
 def _find(module: str, name: str) -> Callable[..., Any]:

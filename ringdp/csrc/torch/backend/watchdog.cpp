@@ -30,14 +30,21 @@ std::string text_of(const std::exception_ptr& failure) {
   }
 }
 
+// A backend that failed is not destroyed: where torch's watchdog of NCCL has seen the failure before the abort, it
+// sleeps for a minute and then ends the process, and the destructor would wait for it.
+void keep_for_ever(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  [[maybe_unused]] auto* kept = new c10::intrusive_ptr<c10d::Backend>(backend);
+}
+
 }  // namespace
 
 BackendWatchdog::BackendWatchdog(std::shared_ptr<GroupHandle> group, c10::intrusive_ptr<c10d::Backend> foreign)
     : group_(std::move(group)), state_(std::make_shared<State>()), foreign_(std::move(foreign)) {
   state_->name = foreign_->getBackendName();
   thread_ = start_thread("ringdp-watchdog", [state = state_, foreign = foreign_] { run(state, foreign); });
-  listener_ = std::make_shared<const FailureListener>([state = state_](const std::exception_ptr& failure) {
+  listener_ = std::make_shared<const FailureListener>([state = state_, foreign = foreign_](const auto& failure) {
     std::lock_guard lock(state->mutex);
+    if (!state->failure) keep_for_ever(foreign);
     state->failure = failure;
     state->changed.notify_all();
   });
@@ -156,6 +163,8 @@ void BackendWatchdog::wait_until_complete_or_failed(c10::ivalue::Future& future)
   }
 }
 
+bool BackendWatchdog::failed() const { return failure_within(std::chrono::milliseconds(0)) != nullptr; }
+
 bool BackendWatchdog::aborted() const {
   std::lock_guard lock(state_->mutex);
   return state_->aborted;
@@ -197,6 +206,7 @@ void bind_watchdog(py::module_& module) {
   py::class_<BackendWatchdog, std::shared_ptr<BackendWatchdog>>(
       module, "BackendWatchdog", "Aborts a backend that moves device tensors when the ring beside it fails.")
       .def_property_readonly("backend", &BackendWatchdog::backend)
+      .def_property_readonly("failed", &BackendWatchdog::failed)
       .def_property_readonly("aborted", &BackendWatchdog::aborted);
   module.def("watch_group", &watch_group, py::arg("process_group"), py::call_guard<py::gil_scoped_release>(),
              "Watchdogs of the backends that move the group's tensors beside ring, one each; none where ring is not "

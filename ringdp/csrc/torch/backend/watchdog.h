@@ -47,6 +47,7 @@ class BackendWatchdog {
   // stream.)
   void wait_for(const std::function<c10::intrusive_ptr<c10::ivalue::Future>()>& future_of) const;
 
+  bool failed() const;   // ring's group has
   bool aborted() const;  // the foreign backend's abort() has returned
 
   // Called before the group is destroyed in good order: waits until all ranks have announced this one's operations.
