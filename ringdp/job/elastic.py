@@ -36,7 +36,8 @@ _views: dict[str, dict[int, tuple[int, ...]]] = {}  # members of the views of ea
 _ADMITS = "admits"
 _FIRST_NOTICE_S = 10.0
 _PAUSE_S = 0.02
-_LISTENER_S = 5.0  # for the store of a job to answer, where a newcomer expects it
+_LISTENER_S = 5.0  # for something to listen where a newcomer expects the store of a job
+_ANSWER_S = 30.0  # for what listens there to answer as a store; one on a busy host takes seconds
 
 
 @dataclasses.dataclass
@@ -240,9 +241,9 @@ def _open(host: str, port: int, timeout: timedelta) -> Store:
     connect = functools.partial(TCPStore, host, port, None, False, timeout=timeout, wait_for_workers=False)
     thread = threading.Thread(target=lambda: opened.append(connect()), name="ringdp-store", daemon=True)
     thread.start()
-    thread.join(_LISTENER_S)
+    thread.join(_ANSWER_S)
     if not opened:
-        raise OSError(f"what listens there does not answer as a store does, for {_LISTENER_S:g} s")
+        raise OSError(f"what listens there does not answer as a store does, for {_ANSWER_S:g} s")
     return opened[0]
 
 

@@ -74,17 +74,21 @@ class Guest:
         threading.Thread(target=self._run, name="ringdp-guest", daemon=True).start()
 
     def _run(self) -> None:
+        while True:  # until the process ends; a store that does not answer once, on a busy host, is asked again
+            with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
+                store = self._store()
+                store.add(_GUESTS, 1)  # one may be a member before the agent's loop has seen it
+                while True:
+                    time.sleep(_BEAT_S)
+                    if self.member:
+                        store.add(_GUESTS, 1)
+            time.sleep(_BEAT_S)
+
+    def _store(self) -> TCPStore:
         host, port, name = self._where
-        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
-            store = _open(host, port)
-            names = store.get(JOB_STORE).decode().split("\n") if store.check([JOB_STORE]) else []
-            if names:
-                store = _open(*read_address(store.get(f"{JOB_STORE}/{name or names[0]}").decode()))
-            store.add(_GUESTS, 1)  # one may be a member before the agent's loop has seen it
-            while True:
-                time.sleep(_BEAT_S)
-                if self.member:
-                    store.add(_GUESTS, 1)
+        store = _open(host, port)
+        names = store.get(JOB_STORE).decode().split("\n") if store.check([JOB_STORE]) else []
+        return _open(*read_address(store.get(f"{JOB_STORE}/{name or names[0]}").decode())) if names else store
 
 
 class Guests:
@@ -101,11 +105,13 @@ class Guests:
         with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
             if self._store is None:
                 self._store = _open(*self._where)
-            count, now_s = self._store.add(_GUESTS, 0), time.monotonic()
+            count = self._store.add(_GUESTS, 0)
             if count != self._seen[0]:
-                self._seen = count, now_s
-            return count > 0 and now_s - self._seen[1] < _SILENT_S and not _is_over(self._store)
-        return False
+                self._seen = count, time.monotonic()
+            if _is_over(self._store):
+                return False
+        count, since = self._seen
+        return count > 0 and time.monotonic() - since < _SILENT_S
 
     def ended_well(self) -> bool:
         """The training has, on whatever ranks."""

@@ -199,16 +199,16 @@ def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Pat
     first = run(jobs, tmp_path / "first", *meeting, *common, program)
     wait_until(lambda: joining.running("127.0.0.1", int(endpoint.rpartition(":")[2]), "none"), "the job")
     second = run(jobs, tmp_path / "second", "--join", endpoint, *common, program)
-    wait_until(lambda: "joined as rank 1 of 2" in second.err, "the second rank", 30)
+    wait_until(lambda: "joined as rank 1 of 2" in second.err, "the second rank", 60)
     pid = first.process.pid if told == "launcher" else int((tmp_path / "pid-1").read_text())
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: "left (SIGTERM)" in second.err, "the leave", 30)
+    wait_until(lambda: "left (SIGTERM)" in second.err, "the leave", 60)
     time.sleep(3.0)
     assert second.process.poll() is None, second.err
     (tmp_path / "finish").touch()
-    assert second.wait(30) == 0, second.err
+    assert second.wait(60) == 0, second.err
     assert "rank 0 of 1: " in second.out
-    assert first.wait(30) == (0 if told == "rank" else 128 + signal.SIGTERM), first.err
+    assert first.wait(60) == (0 if told == "rank" else 128 + signal.SIGTERM), first.err
 
 
 def test_a_store_on_a_host_of_its_own_outlives_the_first_host(tmp_path: Path, jobs: list[Job]) -> None:
