@@ -117,6 +117,8 @@ class Rounds:
             refusals.refuse("job", "sites")
         if rounds.described()["unequal"] == "True":
             refusals.refuse("job", "unequal rounds")
+        if "quorum" in rounds.described():
+            refusals.refuse("job", "quorum")
         rest = [part for part in others if part is not rounds]
         self.parts = [*([] if any(part is self.module for part in rest) else [self.module]), *rest]
         self._asked_at = 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringdp.errors import InvalidStateError, SystemResourceError
 from ringdp.hooks.futures import Promise
-from ringdp.job.backend import BACKEND, backend_of, say_farewell
+from ringdp.job.backend import cut_off
 from ringdp.job.sibling_group import sibling_groups
 
 Job = Callable[[dist.ProcessGroup], Tensor]
@@ -76,7 +76,7 @@ class CommThreads:
             thread.end()
         busy = [thread for thread in self._threads if not thread.ends_within(_MOMENT_S)]
         for thread in busy:
-            thread.cut_off()
+            cut_off(thread.group)
         for thread in busy:
             thread.ends_within(_LONGEST_END_S)
 
@@ -114,18 +114,6 @@ class _CommThread:
         """Whether the thread has ended by then."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def cut_off(self) -> None:
-        """Fail the operation for which the thread waits: a thread that returns from C++ into a Python that has ended
-        aborts."""
-        device = self.group._device_types[0]
-        backend = self.group._get_backend(device)
-        with contextlib.suppress(Exception):  # not every backend can
-            if backend_of(self.group, device.type) == BACKEND:
-                say_farewell()
-                backend.shutdown()
-            else:
-                backend.abort()
 
 
 class _Jobs:

@@ -265,6 +265,19 @@ def say_farewell(how: str = _ENDED) -> None:
     _C.set_farewell(how)
 
 
+def cut_off(group: dist.ProcessGroup) -> None:
+    """Fail the operation of the group for which a thread waits, as this process ends: a thread that returns from C++
+    into a Python that has ended aborts."""
+    device: Any = group._device_types[0]
+    backend: Any = group._get_backend(device)
+    with contextlib.suppress(Exception):  # not every backend can
+        if backend_of(group, device.type) == BACKEND:
+            say_farewell()
+            backend.shutdown()
+        else:
+            backend.abort()
+
+
 def log_line(level: int, text: str) -> None:
     """A line of the core; its levels are 0 to 3 for debug to error. Any thread."""
     logging.getLogger("ringdp.core").log(10 * (level + 1), text)

@@ -28,10 +28,11 @@ from ringdp.job.sibling_group import sibling_groups
 from ringdp.rounds import outer as outer_steps
 from ringdp.rounds import start, state
 from ringdp.rounds.exchange import Arrival, Beside, Flight, FragmentExchange, Record
-from ringdp.rounds.fragments import Fragment, dealt, local_part
-from ringdp.rounds.not_finite import log_not_finite, start_over
+from ringdp.rounds.fragments import Fragment, dealt, digest, local_part
+from ringdp.rounds.not_finite import log_clipped, log_not_finite, start_over
 from ringdp.rounds.pace import Pace
-from ringdp.rounds.schedule import Turn
+from ringdp.rounds.quorum import Attendance, Change, Coming, Meetings, Part
+from ringdp.rounds.schedule import OpenSchedule, Turn
 from ringdp.rounds.settings import MOVED, Fragments, Settings
 from ringdp.rounds.stats import RoundStats
 
@@ -64,6 +65,14 @@ class DiLoCo:
             exactly, which for SGD is what RingDP does.
         unequal: ranks are not equally fast: a round ends at an agreed time, when ranks have made `every` steps on
             average, and each counts by its steps. Train until `round` has some number, not for a number of steps.
+        quorum: a share of the ranks: once so many have made their steps, the others come as they are at their next
+            step, and who has not come `grace` seconds later is left out of the round. Its change joins the next one,
+            with its weight, unless it is more than four rounds old. Ranks count by their steps, or by `did`. Train
+            until `round` has some number; call `finish` before `state_dict`. None: all ranks are waited for.
+        grace: seconds.
+        clip: a rank's change of a fragment whose norm is beyond so many times the median of the ranks' in the round
+            before counts as one of that norm, and is named in the log. None: changes count as they are. (What is not
+            finite never counts.)
         scaler: a GradScaler. Steps that it skips count, so that ranks stay in step.
         process_group: of the ranks that are averaged over; the default group if None.
 
@@ -91,6 +100,9 @@ class DiLoCo:
         fragments: int | Fragments = 1,
         compression: CompressorLike | Compression = None,
         unequal: bool = False,
+        quorum: float | None = None,
+        grace: float = 10.0,
+        clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -110,6 +122,9 @@ class DiLoCo:
                 outer=outer,
                 unequal=unequal,
                 average_momenta=self._average_momenta,
+                quorum=quorum,
+                grace=grace,
+                clip=clip,
                 parameters=len(parameters),
             )
             start.check_group(who, settings, members, together)
@@ -128,14 +143,21 @@ class DiLoCo:
         ]
         self._outer = outer_steps.outer_steps(self._settings.outer, [one.total for one in self._fragments])
         own = _group_of_rounds(members, device)
-        self._exchanges = [FragmentExchange(one, own, self._settings.codec) for one in self._fragments]
+        self._exchanges = [
+            FragmentExchange(one, own, self._settings.codec, self._settings.clip) for one in self._fragments
+        ]
         self._flights: dict[int, Flight] = {}
         self._left_at = [0] * len(self._fragments)  # steps
         self.ended_at, self.counted = 0, (0, 0)
         count = len(self._fragments)
         self._since: tuple[list[int], list[float]] = ([0] * count, [0.0] * count)  # it last left: steps, samples
-        self._units = [float(every) if unequal and isinstance(every, int) else 1.0] * count
+        by_steps = unequal or quorum is not None
+        self._units = [float(every) if by_steps and isinstance(every, int) else 1.0] * count
         self._pace = Pace(self._settings.schedule(), who, own, together)
+        self._attendance: Attendance | None = None
+        if self._settings.quorum is not None:
+            meetings = Meetings(who, self._settings.quorum, own, self._exchanges, self._outer, self._units)
+            self._attendance = Attendance(who, meetings, self._fragments)
         self._frozen = start.frozen(model)
         self._known = {id(one.parameter) for one in (*self._parameters, *self._frozen)}  # which these lists keep alive
         self._evaluating = False
@@ -195,9 +217,15 @@ class DiLoCo:
         """
         self._refuse_inside_evaluation("finish()")
         turn = self._pace.schedule.finish()
-        self._take(turn)
-        for fragment in self._fragments:
-            fragment.write(fragment.total)
+        if self._attendance is None:
+            self._take(turn)
+            for fragment in self._fragments:
+                fragment.write(fragment.total)
+        else:
+            self._attendance.meetings.begin()
+            while not self._come(self._attendance, Coming.FINISH, turn.leaves):
+                pass
+            self._attendance.finished = True
         start.average_buffers(
             self._model, self._members, f"{self._settings.who} {self._pace.schedule.label()}: buffers"
         )
@@ -205,6 +233,8 @@ class DiLoCo:
     def detach(self) -> None:
         """Leave the inner optimizer alone from now on."""
         self._handle.remove()
+        if self._attendance is not None:
+            self._attendance.meetings.end()
         if self._scaler is not None:
             self._scaler.__dict__.pop("step", None)
 
@@ -214,7 +244,7 @@ class DiLoCo:
         not communicate. Buffers stay this rank's own.
         """
         self._refuse_inside_evaluation("global_parameters()")
-        with torch.no_grad():
+        with torch.no_grad(), self._global_parameters_kept():
             own = [torch.empty_like(one.total) for one in self._fragments]
             for fragment, values in zip(self._fragments, own, strict=True):
                 fragment.read(values)
@@ -232,11 +262,13 @@ class DiLoCo:
         """The costs of rounds so far."""
         ranks = self._members.size()
         exact = sum(one.total.numel() * one.total.itemsize for one in self._fragments) * 2 * (ranks - 1) / ranks
-        sizes = [float(torch.linalg.vector_norm(one.total)) for one in self._fragments]
+        with self._global_parameters_kept():
+            sizes = [float(torch.linalg.vector_norm(one.total)) for one in self._fragments]
+        of_meetings = 0.0 if self._attendance is None else self._attendance.meetings.bytes_sent
         return RoundStats(
             self.step,
             self.round,
-            round(self._bytes),
+            round(self._bytes + of_meetings),
             round(exact * self.step),
             self._waited_s,
             self._busy_s,
@@ -254,6 +286,7 @@ class DiLoCo:
             consolidated: the same on all ranks, for any number of them: of the ranks' parameters the mean.
         """
         self._refuse_inside_evaluation("state_dict()")
+        self._refuse_while_ranks_meet("state_dict()")
         self._wait_for_flights()
         return state.state_dict(self._rounds(), consolidated=consolidated)
 
@@ -266,6 +299,7 @@ class DiLoCo:
             MismatchError: the ranks load states of different steps, or another rank's does not fit.
         """
         self._refuse_inside_evaluation("load_state_dict()")
+        self._refuse_while_ranks_meet("load_state_dict()")
         self._wait_for_flights()  # which write into buffers
         self._load(state.load_state_dict, saved)
 
@@ -288,6 +322,8 @@ class DiLoCo:
         load(rounds, saved)
         self._units, self._since, self._counts_samples = rounds.units, rounds.since, rounds.counts_samples
         self.ended_at = 0
+        if self._attendance is not None:
+            self._attendance.begin_again(int(saved["schedule"]["met"]), self._units)
 
     def _rounds(self) -> state.Rounds:
         return state.Rounds(
@@ -315,7 +351,10 @@ class DiLoCo:
         self._refuse_inside_evaluation("the inner optimizer's step")
         began, waited_before = time.monotonic(), self._waited_s
         self._since = ([one + 1 for one in self._since[0]], self._since[1])
-        self._take(self._pace.turn(began))
+        if self._attendance is None:
+            self._take(self._pace.turn(began))
+        else:
+            self._attend(self._attendance, self._pace.turn(began, self._attendance.meetings.called))
         self._busy_s += self._pace.ended() - began - (self._waited_s - waited_before)
 
     def _take(self, turn: Turn) -> None:
@@ -326,6 +365,75 @@ class DiLoCo:
             self._leave(number, exact=turn.exact)
         for number in turn.lands_at_once:
             self._land(number)
+
+    def _attend(self, attendance: Attendance, turn: Turn) -> None:
+        """As `_take`, where turns may have gone by without this rank."""
+        if turn.exact:
+            self._take(turn)
+            attendance.take(turn.leaves)
+            return
+        attendance.finished = False
+        attendance.meetings.begin()
+        if attendance.missed():
+            self._went_by(attendance, {})
+        elif turn.leaves:
+            self._refuse_other_parameters(turn)
+            self._come(attendance, Coming.TURN, turn.leaves)
+
+    def _come(self, attendance: Attendance, coming: Coming, numbers: Sequence[int]) -> bool:
+        """Bring this rank's changes. Whether they count in this turn; else they join a later one."""
+        changes = {number: self._change(attendance, number) for number in numbers}
+        came_s = time.monotonic()
+        part = Part(coming, attendance.seen, changes, self._counts_samples, came_s)
+        counts = attendance.meetings.bring(part)
+        self._waited_s += time.monotonic() - came_s
+        if counts:
+            attendance.counted(changes)
+            self.counted = self.step, attendance.meetings.view
+            self._go_on(attendance, numbers)
+        else:
+            self._went_by(attendance, changes)
+        return counts
+
+    def _went_by(self, attendance: Attendance, changes: Mapping[int, Change]) -> None:
+        numbers = attendance.missed()
+        for number in numbers:
+            attendance.left_out(number, changes[number] if number in changes else self._change(attendance, number))
+        self._go_on(attendance, numbers)
+
+    def _change(self, attendance: Attendance, number: int) -> Change:
+        values, norm = attendance.change(number)
+        if math.isfinite(norm):
+            self._changes[number] = norm
+            return attendance.brings(number, values, self._weight(number))
+        fragment = self._fragments[number]
+        wrong = fragment.first_not_finite()
+        self._left_out += 1
+        with self._global_parameters_kept():
+            start_over(self._fragments, fragment, self._inner)
+        return Change(values.zero_(), 0.0, 0 if wrong is None else wrong)
+
+    def _go_on(self, attendance: Attendance, numbers: Sequence[int]) -> None:
+        attendance.take(numbers)
+        for number in numbers:
+            self._since[0][number], self._since[1][number] = 0, 0.0
+            self._left_at[number] = self.step
+        schedule = self._pace.schedule
+        assert isinstance(schedule, OpenSchedule)
+        schedule.met(attendance.seen)
+        self._units = attendance.meetings.units
+        self.ended_at = self.step
+
+    def _global_parameters_kept(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, no other thread changes them."""
+        return contextlib.nullcontext() if self._attendance is None else self._attendance.meetings.lock
+
+    def _refuse_while_ranks_meet(self, what: str) -> None:
+        if self._attendance is not None and not self._attendance.finished:
+            raise InvalidStateError(
+                f"{self._settings.who}: {what} with quorum= has to come after finish(): ranks are at steps of their"
+                " own, and some of their changes are in no round yet"
+            )
 
     def _leave(self, number: int, *, exact: bool) -> None:
         fragment, exchange, settings = self._fragments[number], self._exchanges[number], self._settings
@@ -342,8 +450,14 @@ class DiLoCo:
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
         name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
         step_s = 0.0 if exact else self._pace.step_s()
-        digest = state.digest(fragment.total)
-        record = Record(weight, step_s, -1 if wrong is None else wrong, digest, self._counts_samples)
+        record = Record(
+            weight,
+            step_s,
+            -1 if wrong is None else wrong,
+            digest(fragment.total),
+            self._counts_samples,
+            norm=change if wrong is None else 0.0,
+        )
         unit = 1.0 if exact else self._units[number]
         flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, averages=averages)
         self._flights[number] = flight
@@ -355,10 +469,11 @@ class DiLoCo:
         self._bytes += exchange.sent_bytes(exact=exact)
 
     def _land(self, number: int) -> None:
-        fragment, flight = self._fragments[number], self._flights[number]
+        fragment, flight, most = self._fragments[number], self._flights[number], self._exchanges[number].most()
         arrival = self._wait(number, flight)
         del self._flights[number]
         log_not_finite(flight, fragment, arrival)
+        log_clipped(flight, arrival, most)
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)
@@ -389,7 +504,8 @@ class DiLoCo:
     def _weight(self, number: int) -> float:
         if self._counts_samples:
             return self._since[1][number]
-        return float(self._since[0][number]) if self._settings.unequal else 1.0
+        by_steps = self._settings.unequal or self._settings.quorum is not None
+        return float(self._since[0][number]) if by_steps else 1.0
 
     def _refuse_inside_evaluation(self, what: str) -> None:
         if self._evaluating:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import statistics
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +40,8 @@ class Record:
         not_finite: the piece with an infinity or a NaN; -1: none.
         digest: of the global parameters.
         counts_samples: the weight is of `DiLoCo.did`.
+        late: the rank's training had not come (`ringdp.rounds.quorum`).
+        norm: of its change, before it was clipped; 0: not known.
     """
 
     weight: float
@@ -45,8 +49,10 @@ class Record:
     not_finite: int = -1
     digest: int = 0
     counts_samples: bool = False
+    late: bool = False
+    norm: float = 0.0
 
-    _FORM = "<ddqQ?7x"
+    _FORM = "<ddqQ??6xd"
 
     def encode(self) -> bytes:
         return struct.pack(self._FORM, *dataclasses.astuple(self))
@@ -101,12 +107,25 @@ class Flight:
         averages: the mean may be one of parameters.
         of_parameters: the buffer has parameters, not changes.
         kept: flat, [numel]: this rank's parameters when it left; None where it leaves once.
+        fill: gives the buffer the values with which it left; None: they are what `kept` says.
+        factor: by which this rank's change is multiplied: below 1 where it is clipped.
         view: in which it has left; 0: it has not yet.
         ranks, rank: their number there, and this one's.
     """
 
-    def __init__(self, name: str, mine: Record, *, unit: float, exact: bool, averages: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        mine: Record,
+        *,
+        unit: float,
+        exact: bool,
+        averages: bool,
+        fill: Callable[[], None] | None = None,
+    ) -> None:
         self.name, self.mine, self.unit, self.exact, self.averages = name, mine, unit, exact, averages
+        self.fill = fill
+        self.factor = 1.0
         self.of_parameters = averages
         self.kept: Tensor | None = None
         self.view, self.ranks, self.rank = 0, 1, 0
@@ -140,10 +159,21 @@ class FragmentExchange:
         fragment: whose buffer has the values when it leaves, and their mean when it has arrived.
         group: of the ranks, for nothing else, or of an elastic job; None for one rank alone.
         codec: encodes changes; None: they are sent exactly.
+        clip: changes whose norm is beyond so many times `median` are clipped to that; None: none is.
+
+    Attributes:
+        median: of the ranks' norms in the last exchange of changes; 0: there was none.
     """
 
-    def __init__(self, fragment: Fragment, group: dist.ProcessGroup | None, codec: RoundsCodec | None) -> None:
+    def __init__(
+        self,
+        fragment: Fragment,
+        group: dist.ProcessGroup | None,
+        codec: RoundsCodec | None,
+        clip: float | None = None,
+    ) -> None:
         self.fragment, self.group = fragment, group
+        self._clip, self.median = clip, 0.0
         self.codes = None if codec is None else codes_of(codec, fragment, group)
         self._elastic = group is not None and is_elastic(group)
 
@@ -163,8 +193,17 @@ class FragmentExchange:
         differences."""
         return exact or (averages and (self.codes is None or self.ranks == 1))
 
-    def start(self, name: str, mine: Record, *, unit: float, exact: bool, averages: bool) -> Flight:
-        """Send the buffer, which has what `of_parameters` says.
+    def start(
+        self,
+        name: str,
+        mine: Record,
+        *,
+        unit: float,
+        exact: bool,
+        averages: bool,
+        fill: Callable[[], None] | None = None,
+    ) -> Flight:
+        """Send the buffer, which has what `of_parameters` says, or what `fill` gives it.
 
         In the first unit of an elastic group's view it leaves when it is waited for: other ranks are there by then.
 
@@ -174,10 +213,16 @@ class FragmentExchange:
             unit: a usual weight, the same number on all ranks.
             exact: not as codes.
             averages: the mean may be one of parameters.
+            fill: for values that are not the parameters' changes: called now, and when it leaves again.
         """
         from ringdp import _C
 
-        flight = Flight(name, mine, unit=unit, exact=exact, averages=averages)
+        flight = Flight(name, mine, unit=unit, exact=exact, averages=averages, fill=fill)
+        if fill is not None:
+            fill()
+        if not exact and (most := self.most()) < mine.norm:
+            flight.factor = most / mine.norm
+        self._clip_buffer(flight)
         flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
         self._follow_members()
         if self.ranks == 1:
@@ -188,8 +233,9 @@ class FragmentExchange:
             self._send(flight)
         else:
             assert self.group is not None
-            self.fragment.read(kept := torch.empty_like(self.fragment.total))
-            flight.kept = kept
+            if fill is None:
+                self.fragment.read(kept := torch.empty_like(self.fragment.total))
+                flight.kept = kept
             if not _C.before_first_unit(self.group):
                 try:
                     _C.before_unit(lambda: self._send(flight))
@@ -209,8 +255,23 @@ class FragmentExchange:
             flight.arrival = as_unit(self.group, flight.name, lambda: self._arrive(flight, beside), writes=writes)
             if self.codes is not None and flight.coded:
                 self.codes.commit(usable=flight.arrival.usable, counts=flight.mine.weight > 0)
-            flight.works, flight.kept = [], None
+            norms = [one.norm for one in flight.arrival.records if one.weight > 0 and not flight.exact]
+            self.median = statistics.median(norms) if norms else self.median
+            flight.works, flight.kept, flight.fill = [], None, None
         return flight.arrival
+
+    def most(self) -> float:
+        """The norm to which a change that leaves now is clipped."""
+        return math.inf if self._clip is None or self.median == 0 else self._clip * self.median
+
+    def _clip_buffer(self, flight: Flight) -> None:
+        if flight.factor == 1:
+            return
+        buffer, total = self.fragment.buffer, self.fragment.total
+        if flight.of_parameters:
+            buffer.copy_(torch.lerp(total, buffer, flight.factor))
+        else:
+            buffer.mul_(flight.factor)
 
     def _follow_members(self) -> None:
         if self.codes is not None:
@@ -238,16 +299,23 @@ class FragmentExchange:
         if self.codes is not None:
             self.codes.commit(usable=False, counts=False)
         self._follow_members()
-        fragment, kept = self.fragment, flight.kept
-        assert kept is not None
         flight.of_parameters = self.of_parameters(exact=flight.exact, averages=flight.averages)
-        if flight.mine.not_finite >= 0:
+        self._fill_again(flight)
+        self._clip_buffer(flight)
+        self._send(flight)
+
+    def _fill_again(self, flight: Flight) -> None:
+        fragment, kept = self.fragment, flight.kept
+        if flight.fill is not None:
+            flight.fill()
+        elif flight.mine.not_finite >= 0:
             fragment.buffer.zero_()
         elif flight.of_parameters:
+            assert kept is not None
             fragment.buffer.copy_(kept)
         else:
+            assert kept is not None
             torch.sub(fragment.total, kept, out=fragment.buffer)
-        self._send(flight)
 
     def _alone(self, flight: Flight) -> Arrival:
         usable = flight.mine.weight > 0
@@ -315,7 +383,7 @@ def _require_same(flight: Flight, records: Sequence[Record]) -> None:
                 rank=me,
                 peer=rank,
             )
-        if other.counts_samples != records[me].counts_samples:
+        if other.counts_samples != records[me].counts_samples and not (other.late or records[me].late):
             counting, silent = (rank, me) if other.counts_samples else (me, rank)
             raise MismatchError(
                 f"{name}: rank {counting} has called did() and rank {silent} has not: call did() on all ranks"

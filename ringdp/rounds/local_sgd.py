@@ -47,6 +47,9 @@ class LocalSGD(DiLoCo):
         fragments: int | Fragments = 1,
         compression: CompressorLike | Compression = None,
         unequal: bool = False,
+        quorum: float | None = None,
+        grace: float = 10.0,
+        clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -59,6 +62,9 @@ class LocalSGD(DiLoCo):
             fragments=fragments,
             compression=compression,
             unequal=unequal,
+            quorum=quorum,
+            grace=grace,
+            clip=clip,
             scaler=scaler,
             process_group=process_group,
         )

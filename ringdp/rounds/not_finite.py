@@ -1,4 +1,5 @@
-"""Infinities and NaNs in a rank's parameters: they do not reach the other ranks, and this rank replaces them."""
+"""A rank's changes that would do harm: infinities and NaNs do not reach the other ranks, and this rank replaces them;
+what is far larger than the others' is clipped."""
 
 from __future__ import annotations
 
@@ -40,3 +41,16 @@ def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival) -> None
         )
     if not arrival.usable and not arrival.left_out and any(one.weight > 0 for one in arrival.records):
         _log.warning("%s: the mean is not finite; the global parameters stay as they are", flight.name)
+
+
+def log_clipped(flight: Flight, arrival: Arrival, most: float) -> None:
+    """Warn of ranks whose changes were clipped to that norm."""
+    for rank, one in enumerate(arrival.records):
+        if one.norm > most and not flight.exact:
+            _log.warning(
+                "%s: the change of rank %d, of norm %.3g, counts as one of norm %.3g (clip=)",
+                flight.name,
+                rank,
+                one.norm,
+                most,
+            )

@@ -38,13 +38,13 @@ class Pace:
         self._ended_s: float | None = None  # the last step, and what it brought
         self._stepping_s, self._timed_steps = 0.0, 0  # since a fragment last left, without what steps brought
 
-    def turn(self, began_s: float) -> Turn:
-        """A step has ended at that time."""
+    def turn(self, began_s: float, called: bool = False) -> Turn:
+        """A step has ended at that time. `called`: others wait for this rank."""
         if self._ended_s is not None:
             self._stepping_s += began_s - self._ended_s
             self._timed_steps += 1
         if isinstance(self.schedule, Schedule):
-            return self.schedule.advance()
+            return self.schedule.advance(called)
         if (flight := self._opening) is not None and flight.records_came_s is not None:
             self.schedule.begin_turn(flight.records_came_s, [one.step_s for one in flight.records()])
             self._opening = None

@@ -145,6 +145,52 @@ class Schedule:
         return values.whole(f"every({begin})", "its result", length, 1)
 
 
+class OpenSchedule(Schedule):
+    """Turns by steps of this rank's own, cut short where enough others have come; the ranks count turns together.
+
+    Attributes:
+        turn: how many are over, as far as this rank's training knows.
+    """
+
+    def __init__(self, every: int | Callable[[int], int], fragments: int = 1, warmup_steps: int = 0) -> None:
+        super().__init__(every, fragments, 0, warmup_steps)
+        self.turn = 0
+
+    def advance(self, due: bool = False) -> Turn:
+        self.step += 1
+        self._finished = False
+        count = self._fragments.count
+        if self.step <= self._warmup:
+            self._begin = self.step
+            return self._fragments.turn(self.step, range(count), exact=True)
+        if self._length == 0:
+            self._length = -(-self._checked_length(self._begin) // count)
+        due = due or self.step >= self._begin + self._length
+        return self._fragments.turn(self.step, [self.turn % count] if due else ())
+
+    def met(self, turn: int) -> None:
+        """This rank's training goes on from the result of the turns before that one."""
+        self.turn, self.round = turn, turn // self._fragments.count
+        self._begin, self._length = self.step, 0
+
+    def finish(self) -> Turn:
+        self._finished = True
+        return Turn(leaves=tuple(range(self._fragments.count)), last=True)
+
+    def label(self) -> str:
+        if self.step <= self._warmup:
+            return f"step {self.step}"
+        return f"finish after turn {self.turn}" if self._finished else f"turn {self.turn + 1}"
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step, "met": self.turn, "begin": self._begin, "warmup_steps": self._warmup}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.step, self._warmup = int(state["step"]), int(state["warmup_steps"])
+        self.met(int(state["met"]))
+        self._begin = int(state["begin"])
+
+
 class TimedSchedule:
     """Turns by time: the next fragment leaves when an F-th of the time of a round is over, after any number of steps.
 

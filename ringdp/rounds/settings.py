@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.codes import RoundsCodec
 from ringdp.rounds.outer import DEFAULT, DEFAULT_SPARSE, Outer
 from ringdp.rounds.outer import describe as describe_outer
-from ringdp.rounds.schedule import Schedule, TimedSchedule
+from ringdp.rounds.quorum import Quorum
+from ringdp.rounds.schedule import OpenSchedule, Schedule, TimedSchedule
 
 MOVED = {
     "delay": "fragments=ringdp.Fragments(…, delay=…)",
@@ -65,6 +67,8 @@ class Settings:
     warmup_steps: int
     unequal: bool
     average_momenta: bool
+    quorum: Quorum | None
+    clip: float | None
 
     @classmethod
     def checked(
@@ -77,6 +81,9 @@ class Settings:
         outer: Outer | None,
         unequal: object,
         average_momenta: object,
+        quorum: object,
+        grace: object,
+        clip: object,
         parameters: int,
     ) -> Settings:
         """Raises InvalidArgumentError."""
@@ -99,14 +106,27 @@ class Settings:
             raise InvalidArgumentError(
                 f"{who}: average_momenta must be True or False, and True needs delay=0 and unequal=False"
             )
+        most = None if clip is None else values.number(who, "clip", clip, "from 1 on", lambda it: 1 <= it < math.inf)
+        open_to = _quorum(who, quorum, grace)
+        if open_to is not None:
+            if cut.delay:
+                refusals.refuse("quorum", "delay")
+            if by_time:
+                refusals.refuse("quorum", "unequal rounds")
+            if average_momenta:
+                refusals.refuse("quorum", "average_momenta")
         assert callable(every) or isinstance(every, int)
         codec, warmup_steps = _compression(who, compression)
         usual = DEFAULT_SPARSE if isinstance(codec, Sparse2) else DEFAULT
         chosen = dict(usual) if outer is None else outer
         describe_outer(chosen)
-        return cls(who, every, cut.count, cut.delay, mix, codec, chosen, warmup_steps, by_time, average_momenta)
+        return cls(
+            who, every, cut.count, cut.delay, mix, codec, chosen, warmup_steps, by_time, average_momenta, open_to, most
+        )
 
     def schedule(self) -> Schedule | TimedSchedule:
+        if self.quorum is not None:
+            return OpenSchedule(self.every, self.fragments, self.warmup_steps)
         if self.unequal:
             assert isinstance(self.every, int)
             return TimedSchedule(self.every, self.fragments, self.delay, self.warmup_steps)
@@ -129,7 +149,18 @@ class Settings:
             f"warmup_steps: {self.warmup_steps}",
             f"unequal: {self.unequal}",
             f"average_momenta: {self.average_momenta}",
+            *([] if self.clip is None else [f"clip: {self.clip:g}"]),
+            *([] if self.quorum is None else [f"quorum: {self.quorum.share:g}", f"grace: {self.quorum.grace_s:g}"]),
         ]
+
+
+def _quorum(who: str, quorum: object, grace: object) -> Quorum | None:
+    """Raises InvalidArgumentError."""
+    seconds = values.number(who, "grace", grace, "from 0 on: seconds", lambda it: 0 <= it < math.inf)
+    if quorum is None:
+        return None
+    share = values.number(who, "quorum", quorum, "above 0 to 1: a share of the ranks", lambda it: 0 < it <= 1)
+    return Quorum(share, seconds)
 
 
 def _compression(who: str, given: CompressorLike | Compression) -> tuple[RoundsCodec | None, int]:

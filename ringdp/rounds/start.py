@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringdp import refusals
 from ringdp.compression.parameters import ModelParameter, model_parameters
 from ringdp.compression.tensor_parts import Held, Treatment, held_by, is_dtensor
 from ringdp.errors import InvalidArgumentError
@@ -117,6 +118,8 @@ def check_group(who: str, settings: Settings, group: dist.ProcessGroup, inside: 
             f"{who}: process_group has some of the ranks that the model's RingDP keeps in step, but not"
             f" {', '.join(map(str, missing))}: give it all of them, or one"
         )
+    if settings.quorum is not None and inside is not None and inside.size() > 1:
+        refusals.refuse("quorum", "sites")
     if settings.codec is not None and group.size() > 1 and not reaches_core(group):
         raise InvalidArgumentError(
             f"{who}: compression needs the backend ring for CPU tensors (and TORCH_DISTRIBUTED_DEBUG not DETAIL):"

@@ -1,9 +1,9 @@
 """The state of rounds, saved and loaded: exact for each rank, or one for any number of ranks.
 
-``{"format", "algorithm", "world_size", "schedule", "compression", "outer_class", "units", "since", "counts_samples",
-"global": {name: [numel]}, "outer": {name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name: {"local",
-"residual"}}}}``: this rank's entries alone are in "ranks", so that torch.distributed.checkpoint keeps those of all
-ranks apart. Consolidated: ``"parameters": {name: {…}}`` in place of "ranks", the same on all ranks. Tensors are
+``{"format", "algorithm", "world_size", "schedule", "compression", "outer_class", "units", "medians", "since",
+"counts_samples", "global": {name: [numel]}, "outer": {name: {…}}, "in_flight": {fragment: {…}}, "ranks": {"2": {name:
+{"local", "residual"}}}}``: this rank's entries alone are in "ranks", so that torch.distributed.checkpoint keeps those
+of all ranks apart. Consolidated: ``"parameters": {name: {…}}`` in place of "ranks", the same on all ranks. Tensors are
 flat, row by row.
 """
 
@@ -57,15 +57,6 @@ class Rounds:
     counts_samples: bool
 
 
-def digest(flat: Tensor) -> int:
-    """A 64-bit hash of the tensor's bytes."""
-    from ringdp import _C
-
-    if flat.device.type == "cpu" and flat.numel():
-        return int(_C.ReplicaHash([flat]).each()[0])
-    return 0
-
-
 def state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     """See `DiLoCo.state_dict`; nothing is under way."""
     if not consolidated:
@@ -87,6 +78,7 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
         "compression": rounds.settings.compressor,
         "outer_class": class_of(rounds.settings.outer),
         "units": list(rounds.units),
+        "medians": [one.median for one in rounds.exchanges],
         "since": _since(rounds, consolidated),
         "counts_samples": rounds.counts_samples,
         "global": {},
@@ -143,6 +135,8 @@ def _take(rounds: Rounds, state: Mapping[str, Any], own: Mapping[str, Any], *, c
     rounds.units = [float(one) for one in state["units"]]
     rounds.since = ([int(one[0]) for one in state["since"]], [float(one[1]) for one in state["since"]])
     rounds.flights.clear()
+    for exchange, median in zip(rounds.exchanges, state.get("medians", ()), strict=False):
+        exchange.median = float(median)
     for number, (fragment, exchange) in enumerate(zip(fragments, rounds.exchanges, strict=True)):
         if exchange.codes is not None:
             exchange.codes.follow_members()
@@ -194,6 +188,8 @@ def _checked(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
     timed = "turn" in saved.field(state, "schedule", Mapping, _WHERE)
     if timed != rounds.settings.unequal:
         raise InvalidArgumentError(f"{_WHERE} was saved with unequal={timed}, here it is {not timed}")
+    if (is_open := "met" in state["schedule"]) != (rounds.settings.quorum is not None):
+        raise InvalidArgumentError(f"{_WHERE} was saved with{'' if is_open else 'out'} a quorum, here it is otherwise")
     consolidated = "parameters" in state
     if not consolidated:
         by_rank = saved.field(state, "ranks", Mapping, _WHERE)
@@ -233,7 +229,8 @@ def _agreed(rounds: Rounds, state: Any) -> tuple[Mapping[str, Any], bool]:
 
     def lines(_: tuple[Mapping[str, Any], bool]) -> list[str]:
         schedule = {key: value for key, value in state["schedule"].items() if key != "turn_s"}
-        names = ["turn"] if rounds.settings.unequal else ["step", *sorted(schedule)]  # steps are each rank's own there
+        own_steps = rounds.settings.unequal or rounds.settings.quorum is not None
+        names = ["turn" if rounds.settings.unequal else "met"] if own_steps else ["step", *sorted(schedule)]
         return [f"{name}: {schedule[name]}" for name in names]
 
     return checked_alike(

@@ -90,7 +90,7 @@ def test_a_death_in_each_phase_of_a_round(tmp_path: Path, phase: str) -> None:
     assert all(one.sizes[-1] == len(told) for one in told.values())
 
 
-SPARSE: dict[str, Any] = {"every": 2, "compression": Sparse2(1 / 1024)}
+SPARSE: dict[str, Any] = {"every": 2, "compression": Sparse2(1 / 1024), "clip": 1.0}
 
 
 @pytest.mark.parametrize("phase", ["between", *sampled([it for it in PHASES if it != "between"], 1)])

@@ -1,0 +1,350 @@
+"""Rounds that end without late ranks: the result is that of the reference algorithm, given who was in which round."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ringdp
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, PeerLostError
+from ringdp.rounds import DiLoCo, LocalSGD
+from ringdp.rounds.quorum import RECENT, Coming, Presence, Quorum
+from tests.fault.elastic_jobs import joined
+from tests.helpers import logged
+from tests.train import rounds_reference as reference
+from tests.train.harness import on_ranks, run_outcomes, run_ranks
+from tests.train.rounds_reference import MOMENTUM, loss_of, sgd
+
+ROUNDS, EVERY = 14, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A rank's parameters became the global ones of `round`, behind its `step`; `counts`: its change is in them."""
+
+    step: int
+    round: int
+    counts: bool
+
+
+def samples_of(step: int) -> float:
+    return 1.0 + step % 3
+
+
+def trained(
+    late: dict[int, list[tuple[int, float]]],
+    weighs: bool,
+    seed: int,
+    dies: tuple[int, int] | None = None,
+    folder: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Each rank makes steps of random times until so many rounds are over; `late`: by rank, the steps before which it
+    sleeps, and how long; `dies`: a rank, and the step before which it is killed, having left its story in `folder`."""
+    me = dist.get_rank()
+    module, draw = reference.model(), random.Random(100 * seed + me)
+    optimizer = sgd(list(module.parameters()))
+    rounds = DiLoCo(module, optimizer, **{"every": EVERY, "quorum": 0.5, "grace": 0.05, **options})
+    events: list[Event] = []
+    with logged("ringdp.rounds") as lines:
+        while rounds.round < ROUNDS:
+            step = rounds.step + 1
+            time.sleep(draw.uniform(0.0, 0.004) + dict(late.get(me, [])).get(step, 0.0))
+            if dies == (me, step):
+                Path(folder, "story").write_bytes(pickle.dumps({"events": events, "steps": step - 1}))
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            loss_of(module, me, step).backward()
+            if weighs:
+                rounds.did(samples_of(step))
+            before = rounds.round
+            optimizer.step()
+            if rounds.round != before:
+                events.append(Event(step, rounds.round, rounds.counted[0] == step))
+        rounds.finish()
+    found = [p.detach().clone() for p in module.parameters()]
+    return {"events": events, "steps": rounds.step, "found": found, "lines": list(lines), "stats": rounds.stats()}
+
+
+class Worker:
+    """One rank, in the reference."""
+
+    def __init__(self, rank: int, told: dict[str, Any], weighs: bool) -> None:
+        self.rank, self.weighs = rank, weighs
+        self.events: list[Event] = list(told["events"])
+        self.steps: int = told["steps"]
+        self.module = reference.model()
+        self.optimizer = sgd(list(self.module.parameters()))
+        self.step, self.base_turn, self.began = 0, 0, 0
+        self.base = self.parameters()
+        self.pending: list[Tensor] | None = None
+        self.owed = 0.0
+
+    def parameters(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+    def train(self, until: int) -> tuple[list[Tensor], float]:
+        """The weighted sum of its changes that no round has, and their weight."""
+        weight = 0.0
+        while self.step < until:
+            self.step += 1
+            self.optimizer.zero_grad()
+            loss_of(self.module, self.rank, self.step).backward()
+            self.optimizer.step()
+            weight += samples_of(self.step) if self.weighs else 1.0
+        changes = [weight * (b - p) for b, p in zip(self.base, self.parameters(), strict=True)]
+        if self.pending is not None:
+            changes = [a + b for a, b in zip(changes, self.pending, strict=True)]
+        return changes, weight + self.owed
+
+    def take(self, total: list[Tensor], turn: int, pending: list[Tensor] | None = None, owed: float = 0.0) -> None:
+        for p, value in zip(self.module.parameters(), total, strict=True):
+            p.data = value.clone()
+        self.base, self.base_turn = [one.clone() for one in total], turn
+        self.pending, self.owed = pending, owed
+        if pending is None:
+            self.began = turn
+
+
+def replayed(told: list[dict[str, Any]], weighs: bool) -> list[Tensor]:
+    """The global parameters at the end; a rank without "found" is not there then."""
+    workers = [Worker(rank, one, weighs) for rank, one in enumerate(told)]
+    totals = [workers[0].parameters()]
+    momenta = [torch.zeros_like(p) for p in totals[0]]
+
+    def mean(brought: list[tuple[list[Tensor], float]]) -> None:
+        weight = sum(one for _, one in brought)
+        new = []
+        for i, total in enumerate(totals[-1]):
+            if weight == 0:
+                new.append(total)
+                continue
+            change = torch.stack([changes[i] for changes, _ in brought]).sum(0) / weight
+            momenta[i] = MOMENTUM["momentum"] * momenta[i] + change
+            new.append(total - MOMENTUM["lr"] * (change + MOMENTUM["momentum"] * momenta[i]))
+        totals.append(new)
+
+    for turn in range(ROUNDS):
+        came = []
+        for one in workers:
+            while one.events and not one.events[0].counts and one.events[0].round <= turn:
+                event = one.events.pop(0)
+                changes, weight = one.train(event.step)
+                recent = event.round - one.began <= RECENT
+                one.take(totals[event.round], event.round, changes if recent else None, weight if recent else 0.0)
+            if one.events and one.events[0].counts and one.events[0].round == turn + 1:
+                assert one.base_turn == turn
+                came.append((one, one.train(one.events.pop(0).step)))
+        mean([brought for _, brought in came])
+        for one, _ in came:
+            one.take(totals[-1], turn + 1)
+    for one in workers:
+        for event in one.events:  # it found the last rounds over
+            changes, weight = one.train(event.step)
+            recent = event.round - one.began <= RECENT
+            one.take(totals[event.round], event.round, changes if recent else None, weight if recent else 0.0)
+    mean([one.train(one.steps) for one, its in zip(workers, told, strict=True) if "found" in its])
+    return totals[-1]
+
+
+LATE: list[dict[int, list[tuple[int, float]]]] = [
+    {},
+    {1: [(9, 0.4)], 2: [(20, 0.3), (21, 0.3)]},
+    {0: [(15, 0.3)], 3: [(2, 0.5), (30, 0.3)]},
+    {2: [(13, 2.5)]},
+]
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["steps", "samples"])
+@pytest.mark.parametrize("seed", range(len(LATE)))
+def test_the_result_is_the_algorithms(seed: int, weighs: bool) -> None:
+    told = run_ranks(trained, LATE[seed], weighs, seed, world_size=4, backend="ring")
+    expected = replayed(told, weighs)
+    for one in told:
+        for mine, first, wanted in zip(one["found"], told[0]["found"], expected, strict=True):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-11)
+    for rank in LATE[seed]:
+        assert any(not event.counts for event in told[rank]["events"]), "it was never late"
+        assert any("this rank" in line for line in told[rank]["lines"])
+    text = "\n".join(told[0]["lines"])
+    assert ("is over without rank" in text) == bool(LATE[seed])
+    if seed == 3:
+        assert any("is too old and counts nowhere" in line for line in told[2]["lines"])
+
+
+@pytest.mark.parametrize("compression", [None, "int4", "sparse2"])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_all_ranks_have_the_same_bits(compression: str | None, fragments: int) -> None:
+    """Whatever codes the changes, in fragments, too."""
+    options: dict[str, Any] = {"compression": compression, "fragments": fragments}
+    told = run_ranks(trained, {1: [(9, 0.4)], 2: [(20, 0.4)]}, False, 7, world_size=3, backend="ring", **options)
+    for one in told:
+        assert all(torch.equal(a, b) for a, b in zip(one["found"], told[0]["found"], strict=True))
+        assert all(bool(value.isfinite().all()) for value in one["found"])
+
+
+def test_local_sgd_and_one_rank_alone() -> None:
+    [one] = run_ranks(trained, {}, False, 1, world_size=1, backend="ring")
+    expected = replayed([one], False)
+    for mine, wanted in zip(one["found"], expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-11)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0, 30)), min_size=1, max_size=12),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 20.0),
+)
+def test_when_a_turn_is_over(ranks: list[tuple[bool, float]], share: float, grace_s: float) -> None:
+    quorum = Quorum(share, grace_s)
+    present = [Presence(Coming.TURN, s) if there else Presence(Coming.NOT) for there, s in ranks]
+    count = sum(there for there, _ in ranks)
+    enough = count >= share * len(ranks) - 1e-9
+    assert quorum.is_there(present) == (count >= 1 and enough)
+    over = quorum.is_over(present)
+    if over:
+        assert enough
+        assert count == len(ranks) or sum(there and s >= grace_s for there, s in ranks) >= share * len(ranks) - 1e-9
+    later = [dataclasses.replace(one, waited_s=one.waited_s + grace_s) for one in present]
+    assert quorum.is_over(later) == quorum.is_there(present)
+    finishing = [dataclasses.replace(one, coming=Coming.FINISH) if one.coming else one for one in present]
+    assert quorum.is_over(finishing) == (count == len(ranks)), "all are waited for at the end"
+
+
+# States.
+
+
+def built(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+    module = reference.model()
+    optimizer = sgd(list(module.parameters()))
+    return module, optimizer, DiLoCo(module, optimizer, **{"every": 4, "quorum": 1.0, **options})
+
+
+def steps(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        optimizer.zero_grad()
+        loss_of(module, dist.get_rank(), step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compression", [None, "int4"])
+@on_ranks(2)
+def test_a_state_goes_on_to_the_bit(compression: str | None) -> None:
+    module, optimizer, rounds = built(compression=compression)
+    steps(module, optimizer, 1, 6)
+    with pytest.raises(InvalidStateError, match="has to come after finish"):
+        rounds.state_dict()
+    rounds.finish()
+    saved, inner = rounds.state_dict(), copy.deepcopy(optimizer.state_dict())
+    steps(module, optimizer, 7, 17)
+    rounds.finish()
+    again, other, its = built(compression=compression)
+    its.load_state_dict(saved)
+    other.load_state_dict(inner)
+    steps(again, other, 7, 17)
+    its.finish()
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    plain = reference.model()
+    with pytest.raises(InvalidArgumentError, match="saved with a quorum"):
+        DiLoCo(plain, sgd(list(plain.parameters())), every=4, compression=compression).load_state_dict(saved)
+    assert its.round == rounds.round == 3
+
+
+# Mistakes and deaths.
+
+
+def one_finishes() -> None:
+    module, optimizer, rounds = built(every=3)
+    steps(module, optimizer, 1, 4)
+    if dist.get_rank() == 0:
+        rounds.finish()
+    else:
+        steps(module, optimizer, 5, 9)
+
+
+def test_finish_on_some_ranks_is_an_error_on_all() -> None:
+    for error in (one.error for one in run_outcomes(one_finishes, world_size=3, backend="ring", timeout_s=40.0)):
+        assert isinstance(error, MismatchError), error
+        assert "rank 0 calls finish() and rank 1 trains on" in str(error)
+
+
+def one_dies(sleeps_s: float) -> float:
+    """Of a job that is not elastic; the others are told within seconds, wherever they are."""
+    module, optimizer, rounds = built(every=5, quorum=0.5, grace=0.1)
+    steps(module, optimizer, 1, 7)
+    if dist.get_rank() == 1:
+        time.sleep(sleeps_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+
+    def train() -> None:
+        while time.monotonic() - began < 20.0:
+            steps(module, optimizer, 8, 9)
+            time.sleep(0.01)
+
+    with pytest.raises(PeerLostError) as caught:
+        train()
+    assert caught.value.peer == 1
+    rounds.detach()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("sleeps_s", [0.0, 0.7])
+def test_a_rank_that_dies_is_named(sleeps_s: float) -> None:
+    outcomes = run_outcomes(one_dies, sleeps_s, world_size=3, backend="ring", timeout_s=40.0)
+    for rank in (0, 2):
+        assert outcomes[rank].text is None, outcomes[rank].text
+        assert outcomes[rank].value < sleeps_s + 2.0
+
+
+def trained_in_an_elastic_job(folder: str, *args: Any, **options: Any) -> dict[str, Any]:
+    with joined(folder, elastic=True):
+        return trained(*args, **options)
+
+
+@pytest.mark.parametrize("sleeps_s", [0.0, 0.4])
+def test_in_an_elastic_job_a_rank_that_dies_is_late_for_ever(sleeps_s: float, tmp_path: Path) -> None:
+    """Killed in its training, or after a while in which the others had left it out."""
+    args = (str(tmp_path), {1: [(15, sleeps_s)], 2: [(30, 0.4)]}, True, 11, (1, 15), str(tmp_path))
+    outcomes = run_outcomes(
+        trained_in_an_elastic_job, *args, world_size=4, backend=None, others_stay=True, timeout_s=60.0
+    )
+    told = [one.value for one in outcomes]
+    assert [one.text is None for one in outcomes] == [True, False, True, True], [one.text for one in outcomes]
+    told[1] = pickle.loads((tmp_path / "story").read_bytes())
+    expected = replayed(told, True)
+    for rank in (0, 2, 3):
+        for mine, wanted in zip(told[rank]["found"], expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-11)
+
+
+@on_ranks(1)
+def test_arguments() -> None:
+    module = reference.model()
+    optimizer = sgd(list(module.parameters()))
+    for wrong in ({"quorum": 0}, {"quorum": 1.1}, {"quorum": True}, {"quorum": 0.5, "grace": -1}, {"grace": "long"}):
+        with pytest.raises(InvalidArgumentError):
+            DiLoCo(module, optimizer, **wrong)
+    for pair, words in (
+        ({"unequal": True}, "each says in its own way"),
+        ({"fragments": ringdp.Fragments(1, delay=2)}, "nobody goes on before a mean"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            DiLoCo(module, optimizer, quorum=0.5, **pair)
+    with pytest.raises(InvalidArgumentError, match="average_momenta"):
+        LocalSGD(module, optimizer, quorum=0.5, average_momenta=True)
