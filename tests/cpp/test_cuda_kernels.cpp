@@ -231,6 +231,22 @@ CASE("the flag says what inspect says") {
   });
 }
 
+CASE("every whole number has the reference's code, and what is half-way between two") {
+  constexpr float kScale = 0x1p-10f;
+  Data x;
+  for (int twice = -254; twice <= 254; ++twice) {
+    if (x.size() % 64 == 0) x.push_back(-127 * kScale);  // the block's extreme: the scale of nf4 and int8 is kScale
+    x.push_back(static_cast<float>(twice) / 2 * kScale);
+  }
+  for_every_codec([&](CodecId id, const Codec& codec) {
+    Code code = code_of(codec.encoded_bytes(x.size())), wanted = code_of(code.size());
+    codec.compress(wanted.data(), x.data(), x.size());
+    const cuda::EncodeRun run{x.data(), code.data(), x.size(), {}};
+    cuda::encode(id, {&run, 1}, 1.0f, nullptr, nullptr);
+    CHECK_MSG(code == wanted, std::string(codec.name));
+  });
+}
+
 // A code that no encoder writes: its NaN is not specified.
 CASE("any bytes decode as in the reference") {
   std::mt19937 random(4);

@@ -23,21 +23,17 @@ struct Nf4Block : NibbleBlock<4, -127, 127> {
     set[0] = all_bits(whole > midpoint<3, 0, 0>(set));
     return static_cast<uint8_t>((set[3] & 8) | (set[2] & 4) | (set[1] & 2) | (set[0] & 1));
   }
-  static RINGDP_ALWAYS_INLINE uint8_t whole_of(uint8_t code) { return levels_of(code); }
-
-  // Of each byte of a word.
-  template <class Word>
-  static RINGDP_ALWAYS_INLINE Word levels_of(Word codes) {
-    const Word set[kBits] = {bytes_with_bit<0>(codes), bytes_with_bit<1>(codes), bytes_with_bit<2>(codes),
-                             bytes_with_bit<3>(codes)};
+  static RINGDP_ALWAYS_INLINE uint8_t whole_of(uint8_t code) {
+    const uint8_t set[kBits] = {all_bits(code & 1), all_bits(code >> 1 & 1), all_bits(code >> 2 & 1),
+                                all_bits(code >> 3 & 1)};
     return level<3, 0>(set);
   }
 
  private:
-  static RINGDP_ALWAYS_INLINE uint8_t all_bits(bool set) { return static_cast<uint8_t>(-static_cast<int>(set)); }
-  template <class Word>
-  static RINGDP_ALWAYS_INLINE Word chosen(Word set, Word clear, Word other) {
-    return static_cast<Word>(clear ^ (set & (clear ^ other)));
+  // 255 where `bit` is 1, 0 where it is 0.
+  static RINGDP_ALWAYS_INLINE uint8_t all_bits(int bit) { return static_cast<uint8_t>(-bit); }
+  static RINGDP_ALWAYS_INLINE uint8_t chosen(uint8_t set, uint8_t clear, uint8_t other) {
+    return static_cast<uint8_t>(clear ^ (set & (clear ^ other)));
   }
 
   // The one above which bit kBit of the code is set, given those above it; kFirst: the code so far, kNext: the bit to
@@ -53,22 +49,12 @@ struct Nf4Block : NibbleBlock<4, -127, 127> {
     }
   }
 
-  template <int kNext, int kFirst, class Word>
-  static RINGDP_ALWAYS_INLINE Word level(const Word (&set)[kBits]) {
-    if constexpr (kNext < 0) {
-      constexpr auto kLevel = static_cast<uint8_t>(kLevels[kFirst]);
-      return static_cast<Word>(kOnes<Word> * kLevel);
-    } else {
+  template <int kNext, int kFirst>
+  static RINGDP_ALWAYS_INLINE uint8_t level(const uint8_t (&set)[kBits]) {
+    if constexpr (kNext < 0)
+      return static_cast<uint8_t>(kLevels[kFirst]);
+    else
       return chosen(set[kNext], level<kNext - 1, kFirst>(set), level<kNext - 1, kFirst + (1 << kNext)>(set));
-    }
-  }
-
-  template <class Word>
-  static constexpr Word kOnes = static_cast<Word>(~Word{0}) / 255;
-  template <int kBit, class Word>
-  static RINGDP_ALWAYS_INLINE Word bytes_with_bit(Word codes) {
-    const auto bits = static_cast<Word>(codes >> kBit & kOnes<Word>);
-    return static_cast<Word>(sizeof(Word) == 1 ? 0 - bits : bits * 255u);
   }
 };
 

@@ -4,18 +4,21 @@
 
 #include "codec/blocks.h"
 #include "cuda/launch.cuh"
+#include "cuda/levels.cuh"
 #include "cuda/shares.cuh"
 
 namespace ringdp::cuda {
 
-// The low bytes of four words as one.
-__device__ inline uint32_t packed_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+// Byte kByte of four words as one.
+template <unsigned kByte = 0>
+__device__ inline uint32_t packed_bytes(const uint32_t* four) {
+  constexpr unsigned kTwo = 0x0040u + 0x11u * kByte;
+  return __byte_perm(__byte_perm(four[0], four[1], kTwo), __byte_perm(four[2], four[3], kTwo), 0x5410);
 }
 
-// Byte i of `word`, less `zero`, as a float: beside the exponent of 2^23 it is the float's last bits.
+// Byte i of `word`, less `zero`, as a float: below the upper byte of 2^23 it is the float's last bits.
 __device__ inline float float_of_byte(uint32_t word, int i, float zero) {
-  return bits_as<float>(0x4b000000u | (word >> 8 * i & 0xffu)) - (0x1p23f + zero);
+  return bits_as<float>(__byte_perm(word, 0x4b000000u, 0x7440u | static_cast<unsigned>(i))) - (0x1p23f + zero);
 }
 
 // Codes of a lane's eight elements in units of four bytes: packed from sums that have whole numbers, plus kOffset, in
@@ -25,9 +28,9 @@ struct Int8Packing {
   static constexpr float kOffset = 0.0f;
 
   static __device__ constexpr uint32_t zeros(int) { return 0; }
-  static __device__ void pack(uint32_t (&units)[kUnits], const uint32_t (&sums)[kShare]) {
-    units[0] = packed_bytes(sums[0], sums[1], sums[2], sums[3]);
-    units[1] = packed_bytes(sums[4], sums[5], sums[6], sums[7]);
+  static __device__ void pack(uint32_t (&units)[kUnits], const uint32_t (&sums)[kShare], unsigned) {
+    units[0] = packed_bytes(sums);
+    units[1] = packed_bytes(sums + kQuad);
   }
   static __device__ void unpack(float (&values)[kShare], const uint32_t (&units)[kUnits]) {
 #pragma unroll
@@ -53,41 +56,43 @@ struct NibblePacking {
   static constexpr unsigned kLanes = Block::kElements / kShare;
   static constexpr unsigned kAcross = 2 * kUpperBits;  // units of the upper plane that a block has
   static constexpr int kUnits = kUpperBits > 0 ? 2 : 1;
-  static constexpr float kOffset = Block::kUniform ? Block::kZero : 0.0f;
+  static constexpr float kOffset = Block::kUniform ? Block::kZero : kByteZero;
 
   static __device__ constexpr uint32_t zeros(int unit) {
     return 0x11111111u * (unit == 0 ? Block::kZero & 15u : Block::kZero >> 4);
   }
-  static __device__ void pack(uint32_t (&units)[kUnits], const uint32_t (&sums)[kShare]) {
-    uint32_t codes[kShare], lower[kQuad], upper[kQuad];
+  // All lanes.
+  static __device__ void pack(uint32_t (&units)[kUnits], const uint32_t (&sums)[kShare], unsigned lane) {
+    constexpr uint32_t kLow = 0x0f0f0f0fu;
+    uint32_t first, second;
+    if constexpr (Block::kUniform) {
+      first = packed_bytes(sums), second = packed_bytes(sums + kQuad);
+    } else {
+      const uint32_t mine = level_entry<Block>(lane);
+      uint32_t coded[kShare];
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      if constexpr (Block::kUniform)
-        codes[i] = sums[i] & ((1u << Block::kBits) - 1);
-      else
-        codes[i] = Block::code_of(static_cast<int8_t>(sums[i]));
+      for (int i = 0; i < kShare; ++i) coded[i] = with_code<Block>(sums[i], mine);
+      first = packed_bytes<1>(coded), second = packed_bytes<1>(coded + kQuad);
     }
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      lower[i] = (codes[i] & 15u) | codes[i + kQuad] << 4;
-      upper[i] = codes[i] >> 4 | (codes[i + kQuad] & ~15u);
-    }
-    units[0] = packed_bytes(lower[0], lower[1], lower[2], lower[3]);
-    if constexpr (kUnits > 1) units[1] = packed_bytes(upper[0], upper[1], upper[2], upper[3]);
+    units[0] = (first & kLow) | (second << 4 & ~kLow);
+    if constexpr (kUnits > 1) units[1] = (first >> 4 & kLow) | (second & ~kLow);
   }
   static __device__ void unpack(float (&values)[kShare], const uint32_t (&units)[kUnits]) {
-    uint32_t codes[2] = {units[0] & 0x0f0f0f0fu, units[0] >> 4 & 0x0f0f0f0fu};
-    if constexpr (kUnits > 1) {
-      constexpr uint32_t kMask = 0x10101010u * ((1u << kUpperBits) - 1);
-      codes[0] |= units[1] << 4 & kMask;
-      codes[1] |= units[1] & kMask;
-    }
+    if constexpr (Block::kUniform) {
+      uint32_t codes[2] = {units[0] & 0x0f0f0f0fu, units[0] >> 4 & 0x0f0f0f0fu};
+      if constexpr (kUnits > 1) {
+        constexpr uint32_t kMask = 0x10101010u * ((1u << kUpperBits) - 1);
+        codes[0] |= units[1] << 4 & kMask;
+        codes[1] |= units[1] & kMask;
+      }
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      if constexpr (Block::kUniform)
-        values[i] = float_of_byte(codes[i / kQuad], i % kQuad, Block::kZero);
-      else
-        values[i] = float_of_byte(Block::levels_of(codes[i / kQuad]) ^ 0x80808080u, i % kQuad, 128.0f);
+      for (int i = 0; i < kShare; ++i) values[i] = float_of_byte(codes[i / kQuad], i % kQuad, Block::kZero);
+    } else {
+      // Elements 0, 4, 1, 5 of the share, and 2, 6, 3, 7: as their codes lie in the unit.
+      const uint32_t levels[2] = {four_levels<Block>(units[0]), four_levels<Block>(units[0] >> 16)};
+#pragma unroll
+      for (int i = 0; i < kShare; ++i)
+        values[i] = float_of_byte(levels[i % kQuad / 2], i % 2 * 2 + i / kQuad, kByteZero);
     }
   }
 
@@ -133,7 +138,13 @@ struct BlockCodes {
     Unit units[Packing::kUnits];
     float scale;
   };
+  // As read: what is in it waits for memory when it is taken, not before.
+  struct Loaded {
+    Unit units[Packing::kUnits];
+    ScaleBits scale;
+  };
 
+  static constexpr bool kKeepsNans = false;  // whether a NaN's bits are part of the code
   static constexpr int kPlanes = Packing::kUnits > 1 && Packing::plane_of(1) > 0 ? 2 : 1;
 
   // Where a plane of codes begins.
@@ -141,42 +152,48 @@ struct BlockCodes {
     return codecs::scale_bytes<Block>(count) + (which == 0 ? 0 : codecs::plane_bytes<Block>(0, count));
   }
 
-  // A plane of codes that is aligned to its units has aligned scales in front of it.
+  // Of step `step` from element `begin` on. A plane of codes that is aligned to its units has aligned scales in front
+  // of it.
   template <Access kAccess>
-  static __device__ Code load(const std::byte* code, std::size_t begin, std::size_t count, unsigned lane) {
-    Code loaded;
-    const std::size_t block = begin / kGroup + lane / kLanes;
-    loaded.scale =
-        Block::loaded(bits_as<Scale>(load_unit<kAccess, ScaleBits>(code, block * sizeof(Scale), plane(0, count))));
+  static __device__ Loaded load(const std::byte* code, std::size_t begin, int step, std::size_t count, unsigned lane) {
+    Loaded loaded;
+    loaded.scale = load_unit<kAccess, ScaleBits>(code, scale_place(begin, step, lane), plane(0, count));
 #pragma unroll
     for (int i = 0; i < Packing::kUnits; ++i) {
       const int which = Packing::plane_of(i);
-      const uint32_t unit = load_unit<kAccess, Unit>(code + plane(which, count), place(i, begin, lane),
-                                                     codecs::plane_bytes<Block>(which, count));
-      loaded.units[i] = Packing::from_plane(i, unit, lane);
+      loaded.units[i] = load_unit<kAccess, Unit>(code + plane(which, count), place(i, begin, step, lane),
+                                                 codecs::plane_bytes<Block>(which, count));
     }
     return loaded;
+  }
+  static __device__ Code taken(const Loaded& loaded, unsigned lane) {
+    Code code;
+    code.scale = Block::loaded(bits_as<Scale>(loaded.scale));
+#pragma unroll
+    for (int i = 0; i < Packing::kUnits; ++i) code.units[i] = Packing::from_plane(i, loaded.units[i], lane);
+    return code;
   }
 
   // All lanes.
   template <Access kAccess>
-  static __device__ void store(std::byte* code, const Code& it, std::size_t begin, std::size_t count, unsigned lane) {
-    const std::size_t block = begin / kGroup + lane / kLanes;
+  static __device__ void store(std::byte* code, const Code& it, std::size_t begin, int step, std::size_t count,
+                               unsigned lane) {
+    // The scale is one that was rounded: what is stored are the float's upper bits.
+    const auto scale = static_cast<ScaleBits>(bits_as<uint32_t>(it.scale) >> 8 * (sizeof(float) - sizeof(Scale)));
     if (lane % kLanes == 0)
-      store_unit<kAccess, ScaleBits>(code, bits_as<ScaleBits>(Block::stored(it.scale)), block * sizeof(Scale),
-                                     plane(0, count));
+      store_unit<kAccess, ScaleBits>(code, scale, scale_place(begin, step, lane), plane(0, count));
 #pragma unroll
     for (int i = 0; i < Packing::kUnits; ++i) {
       const int which = Packing::plane_of(i);
       const uint32_t unit = Packing::to_plane(i, it.units[i], lane);
       if (Packing::stores(i, lane))
-        store_unit<kAccess, Unit>(code + plane(which, count), unit, place(i, begin, lane),
+        store_unit<kAccess, Unit>(code + plane(which, count), unit, place(i, begin, step, lane),
                                   codecs::plane_bytes<Block>(which, count));
     }
   }
 
   // Codes a share. All lanes.
-  static __device__ Code encode(const float (&v)[kShare]) {
+  static __device__ Code encode(const float (&v)[kShare], unsigned lane) {
     uint32_t last = 0;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) last = max(last, codecs::place_of<Block>(v[i]));
@@ -185,17 +202,26 @@ struct BlockCodes {
     const uint32_t extreme = codecs::bits_at<Block>(last);
     const bool finite = (extreme & codecs::kMagnitude) < codecs::kInfinity;
     const codecs::Scaling by = Block::scaling(finite ? bits_as<float>(extreme) : 0.0f);
-    uint32_t sums[kShare];
+    // Rounded, no element is beyond ±kLowest, but where the block is tiny.
+    constexpr bool kOneLess = Block::kHighest < -Block::kLowest;
+    float y[kShare];
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const float y = (v[i] * by.before) * by.inverse;
-      sums[i] = codecs::rounded(fminf(fmaxf(y, Block::kLowest), Block::kHighest), Packing::kOffset);
+      y[i] = v[i] * by.inverse;
+      if constexpr (kOneLess) y[i] = fminf(y[i], Block::kHighest);
     }
+    if (by.before != 1.0f)
+#pragma unroll
+      for (int i = 0; i < kShare; ++i)
+        y[i] = fminf(fmaxf((v[i] * by.before) * by.inverse, Block::kLowest), Block::kHighest);
+    uint32_t sums[kShare];
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) sums[i] = codecs::rounded(y[i], Packing::kOffset);
     Code code;
-    Packing::pack(code.units, sums);
+    Packing::pack(code.units, sums, lane);
 #pragma unroll
     for (int i = 0; i < Packing::kUnits; ++i) code.units[i] = finite ? code.units[i] : Packing::zeros(i);
-    code.scale = finite ? Block::loaded(Block::stored(by.scale)) : codecs::kMarked;
+    code.scale = finite ? by.scale : codecs::kMarked;
     return code;
   }
 
@@ -228,9 +254,15 @@ struct BlockCodes {
   }
 
  private:
-  // Of a unit, in its plane.
-  static __device__ std::size_t place(int unit, std::size_t begin, unsigned lane) {
-    return codecs::plane_bytes<Block>(Packing::plane_of(unit), begin) + Packing::byte_of(lane, unit);
+  // Of a unit, in its plane, and of the block's scale in its own. A step has whole blocks.
+  static __device__ std::size_t place(int unit, std::size_t begin, int step, unsigned lane) {
+    constexpr auto kBlocks = static_cast<int>(kStep / kGroup);
+    const std::size_t across = Block::across(Packing::plane_of(unit));
+    return begin / kGroup * across + Packing::byte_of(lane, unit) + static_cast<std::size_t>(step * kBlocks) * across;
+  }
+  static __device__ std::size_t scale_place(std::size_t begin, int step, unsigned lane) {
+    constexpr auto kBlocks = static_cast<int>(kStep / kGroup);
+    return (begin / kGroup + lane / kLanes + static_cast<std::size_t>(step * kBlocks)) * sizeof(Scale);
   }
 };
 

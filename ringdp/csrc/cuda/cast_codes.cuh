@@ -16,27 +16,31 @@ struct CastCodes {
   struct Code {
     Unit units[kUnits];
   };
+  using Loaded = Code;
 
+  static constexpr bool kKeepsNans = true;
   static constexpr int kPlanes = 1;
   static RINGDP_HOST_DEVICE std::size_t plane(int, std::size_t) { return 0; }
 
   template <Access kAccess>
-  static __device__ Code load(const std::byte* code, std::size_t begin, std::size_t count, unsigned lane) {
-    Code loaded;
+  static __device__ Loaded load(const std::byte* code, std::size_t begin, int step, std::size_t count, unsigned lane) {
+    Loaded loaded;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i)
-      loaded.units[i] = load_unit<kAccess, Unit>(code, 2 * (begin + quad_of<kGroup>(lane, i)), 2 * count);
+      loaded.units[i] = load_unit<kAccess, Unit>(code, place(begin, step, lane, i), 2 * count);
     return loaded;
   }
+  static __device__ Code taken(const Loaded& loaded, unsigned) { return loaded; }
 
   template <Access kAccess>
-  static __device__ void store(std::byte* code, const Code& it, std::size_t begin, std::size_t count, unsigned lane) {
+  static __device__ void store(std::byte* code, const Code& it, std::size_t begin, int step, std::size_t count,
+                               unsigned lane) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i)
-      store_unit<kAccess, Unit>(code, it.units[i], 2 * (begin + quad_of<kGroup>(lane, i)), 2 * count);
+      store_unit<kAccess, Unit>(code, it.units[i], place(begin, step, lane, i), 2 * count);
   }
 
-  static __device__ Code encode(const float (&v)[kShare]) {
+  static __device__ Code encode(const float (&v)[kShare], unsigned) {
     Code code;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) code.units[i] = narrow_quad<Format>(v + i * kQuad);
@@ -61,6 +65,11 @@ struct CastCodes {
   }
   static __device__ bool decodes_finite(const Code& code, const float (&)[kShare], std::size_t, std::size_t, unsigned) {
     return finite(code);
+  }
+
+ private:
+  static __device__ std::size_t place(std::size_t begin, int step, unsigned lane, int unit) {
+    return 2 * (begin + static_cast<std::size_t>(step) * kStep + quad_of<kGroup>(lane, unit));
   }
 };
 

@@ -23,16 +23,17 @@ __global__ void __launch_bounds__(kThreads)
   const bool asked = non_finite != nullptr;
   bool finite = true;
   for_steps<kDecodeSteps>(part, count, it.access, [&]<Access kAccess, int kAtOnce>(std::size_t begin) {
-    typename Codes::Code code[kAtOnce];
+    typename Codes::Loaded loaded[kAtOnce];
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s)
-      code[s] = Codes::template load<kAccess>(it.run.code, begin + s * kStep, count, part.lane);
+      loaded[s] = Codes::template load<kAccess>(it.run.code, begin, s, count, part.lane);
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {
       const std::size_t at = begin + s * kStep;
+      const typename Codes::Code code = Codes::taken(loaded[s], part.lane);
       float values[kShare];
-      Codes::decode_marked(values, code[s]);
-      if (asked) finite &= Codes::decodes_finite(code[s], values, at, count, part.lane);
+      Codes::decode_marked(values, code);
+      if (asked) finite &= Codes::decodes_finite(code, values, at, count, part.lane);
       store_share<Codes::kGroup, kAccess>(it.run.out, values, at, count, part.lane);
     }
   });

@@ -41,8 +41,8 @@ __device__ inline bool encode_steps(std::byte* code, const float (&v)[kSteps][kS
   bool finite = true;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    const typename Codes::Code coded = Codes::encode(v[s]);
-    Codes::template store<kAccess>(code, coded, begin + s * kStep, count, lane);
+    const typename Codes::Code coded = Codes::encode(v[s], lane);
+    Codes::template store<kAccess>(code, coded, begin, s, count, lane);
     finite &= Codes::finite(coded);
     if constexpr (kFeedback) {
       float back[kShare];

@@ -23,42 +23,52 @@ struct ReduceArguments {
 };
 
 constexpr int kReduceSteps = 2;
-constexpr int kResident = 4;  // blocks of threads on a processor, so that enough loads are under way
+constexpr int kTogether = 4;  // sources of which all is read before the first of them is added
+constexpr int kResident = 2;  // blocks of threads on a processor: registers for what is under way
 
-// v = the sum in order of the sources, as it is where there is one source only. The code of the next source is under
-// way while one is added.
+__device__ inline void add(float (&v)[kShare], const float (&term)[kShare]) {
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) v[i] += term[i];
+}
+
+// v = the sum in order of the sources.
 template <class Codes, Access kAccess, int kSteps>
 __device__ inline void add_sources(float (&v)[kSteps][kShare], const ReduceRun& run, const ReduceArguments& by,
                                    std::size_t begin, std::size_t count, unsigned lane) {
-  typename Codes::Code ahead[kSteps];
-  const auto fetch = [&](int source) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-      ahead[s] = Codes::template load<kAccess>(run.codes + static_cast<std::size_t>(source) * run.stride,
-                                               begin + s * kStep, count, lane);
-  };
-  const int first = by.own == 0 ? 1 : 0;
-  if (first < by.sources) fetch(first);
+  for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) v[s][i] = -0.0f;  // plus any number is that number
+  const std::byte* codes = run.codes;
 #pragma unroll 1
-  for (int source = 0; source < by.sources; ++source) {
-    float term[kSteps][kShare];
-    if (source == by.own) {
+  for (int first = 0; first < by.sources; first += kTogether) {
+    const int own = by.own - first, sources = by.sources - first;
+    float x[kSteps][kShare];
+    if (own >= 0 && own < kTogether) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-        load_share<Codes::kGroup, kAccess>(term[s], run.x, begin + s * kStep, count, lane);
-    } else {
-      typename Codes::Code code[kSteps];
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) code[s] = ahead[s];
-      const int next = source + 1 == by.own ? source + 2 : source + 1;
-      if (next < by.sources) fetch(next);
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) Codes::decode(term[s], code[s]);
+      for (int s = 0; s < kSteps; ++s) load_share<Codes::kGroup, kAccess>(x[s], run.x, begin + s * kStep, count, lane);
     }
+    typename Codes::Loaded loaded[kTogether][kSteps];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s)
+    for (int i = 0; i < kTogether; ++i, codes += run.stride)
+      if (i < sources && i != own) {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) v[s][i] = source == 0 ? term[s][i] : v[s][i] + term[s][i];
+        for (int s = 0; s < kSteps; ++s) loaded[i][s] = Codes::template load<kAccess>(codes, begin, s, count, lane);
+      }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (i == own) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) add(v[s], x[s]);
+      } else if (i < sources) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          float term[kShare];
+          Codes::decode(term, Codes::taken(loaded[i][s], lane));
+          add(v[s], term);
+        }
+      }
+    }
   }
 }
 
@@ -78,7 +88,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
     for (int s = 0; s < kAtOnce; ++s)
 #pragma unroll
       for (int i = 0; i < kShare; ++i) {
-        const float mean = kernels::one_nan(by.inverse == 0.0f ? v[s][i] / by.divisor : v[s][i] * by.inverse);
+        float mean = by.inverse == 0.0f ? v[s][i] / by.divisor : v[s][i] * by.inverse;
+        if constexpr (Codes::kKeepsNans) mean = kernels::one_nan(mean);
         // Codes beyond the end of the run may decode to any value.
         const bool inside =
             kAccess != Access::kElements || begin + s * kStep + element_of<Codes::kGroup>(part.lane, i) < count;
