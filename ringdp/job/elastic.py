@@ -165,7 +165,7 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
         return False
     wrong = None
     if backend != "ring":
-        wrong = f"the backend is {backend}: an elastic job needs ring alone (pass device='cpu' to ringdp.init())"
+        wrong = f"the backend is {backend}: an elastic job needs ring alone (without backend=, with RINGDP_CUDA=ring)"
     elif not agent_store and not (init_method or "").startswith("file:"):
         wrong = "rank 0 keeps the job's store, which would be lost with it: start with ringrun --elastic"
     if wrong is not None:

@@ -130,6 +130,7 @@ def init(
     joins = config.joins() if rank is None else None
     if joins is not None:  # alone at first
         rank, world_size, init_method = 0, 1, None
+        backend = backend or ring.BACKEND  # the job's; its GPU alone would say NCCL
         elastic.find_job(*joins, timeout)
     rank, world_size, init_method = _place(launch, rank, world_size, init_method)
     config.refuse_inside_rank(init_method)

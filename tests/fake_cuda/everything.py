@@ -1,4 +1,5 @@
-"""Runs a test that was written for the CPU on the fake device: what it makes without naming a device is made there."""
+"""Runs a test that was written for the CPU on the device, the fake one or a real one (RINGDP_TEST_DEVICE=cuda): what it
+makes without naming a device is made there."""
 
 from __future__ import annotations
 
@@ -62,6 +63,8 @@ class OnTheDevice(TorchFunctionMode):
 
 def on_the_device(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        torch.backends.cudnn.allow_tf32 = False  # comparisons are made for float32, in one order
+        torch.backends.cudnn.deterministic = True
         with OnTheDevice():
             result = function(*moved(args, PLACE), **moved(kwargs, PLACE))
         torch.cuda.synchronize()

@@ -84,6 +84,7 @@ def speak_of(device: ModuleType) -> None:
     cuda.Stream = lambda _=None, **__: torch.Stream(device="cuda")
     cuda.Event = lambda **_: torch.Event("cuda")
     cuda._sleep = lambda cycles: device.rest(cycles // CYCLES_PER_US)
+    torch._assert_async = lambda _: device.fail(True)  # type: ignore[assignment]  # as if it did not hold
 
     @contextlib.contextmanager
     def stream(one: Any) -> Iterator[None]:

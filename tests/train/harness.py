@@ -388,7 +388,7 @@ def _find(module: str, name: str) -> Callable[..., Any]:
 
 
 def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
-    if os.environ.get("RINGDP_TEST_DEVICE") != "fake":
+    if os.environ.get("RINGDP_TEST_DEVICE") != "cuda":
         return function
     from tests.fake_cuda.everything import on_the_device
 
