@@ -218,12 +218,12 @@ class FragmentExchange:
         from ringdp import _C
 
         flight = Flight(name, mine, unit=unit, exact=exact, averages=averages, fill=fill)
+        flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
         if fill is not None:
             fill()
         if not exact and (most := self.most()) < mine.norm:
             flight.factor = most / mine.norm
         self._clip_buffer(flight)
-        flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
         self._follow_members()
         if self.ranks == 1:
             flight.arrival = self._alone(flight)
