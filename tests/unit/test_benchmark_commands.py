@@ -70,6 +70,7 @@ def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("churn --delay 5ms --ranks 5", "the ranks are split over two hosts"),
         ("startup --ranks 2,0", "--ranks must be 1 or more"),
         ("rounds overlap --every 0", "--every must be 1 or more"),
+        ("rounds_late --period 0", "--period is above 0"),
         ("rounds_loss --warm-up 1", "from 0 to below 1"),
         ("kernels --fraction nan", "above 0 and at most 1"),
         ("tune --ranks 1", "--ranks must be 2 or more"),
