@@ -72,6 +72,7 @@ RUNNABLES = {
     "far": Runnable("far.far", "how much of a long or lossy line do hosts get, beside gloo?", 2, "long_line or hosts"),
     "far_loss": Runnable("far.loss", "time to a loss between two sites: exact, codes, rounds", 20),
     "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost?", 5),
+    "muon": Runnable("training.muon", "Muon beside AdamW: loss, and a step that is shared", 15),
     "rounds_late": Runnable("far.rounds_late", "what do late ranks cost in rounds?", 10),
     "rounds_loss": Runnable("far.rounds_loss", "what do rounds do to the loss, as exact changes and as codes?", 40),
     "hosts": Runnable("lib.hosts", "none: makes several hosts out of one machine", 0, "root, iproute2"),
