@@ -45,8 +45,15 @@ def samples_of(step: int) -> float:
     return 1.0 + step % 3
 
 
+def wait_for_turns(rounds: DiLoCo, turns: int) -> None:
+    assert rounds._attendance is not None
+    until = rounds._attendance.seen + turns
+    while turns and rounds._attendance.meetings.turn < until:
+        time.sleep(0.01)
+
+
 def trained(
-    late: dict[int, list[tuple[int, float]]],
+    late: dict[int, list[tuple[int, int]]],
     weighs: bool,
     seed: int,
     dies: tuple[int, int] | None = None,
@@ -54,7 +61,8 @@ def trained(
     **options: Any,
 ) -> dict[str, Any]:
     """Each rank makes steps of random times until so many rounds are over; `late`: by rank, the steps before which it
-    sleeps, and how long; `dies`: a rank, and the step before which it is killed, having left its story in `folder`."""
+    stands still until so many turns have gone by; `dies`: a rank, and the step before which it is killed, having left
+    its story in `folder`."""
     me = dist.get_rank()
     module, draw = reference.model(), random.Random(100 * seed + me)
     optimizer = sgd(list(module.parameters()))
@@ -63,7 +71,8 @@ def trained(
     with logged("ringdp.rounds") as lines:
         while rounds.round < ROUNDS:
             step = rounds.step + 1
-            time.sleep(draw.uniform(0.0, 0.004) + dict(late.get(me, [])).get(step, 0.0))
+            time.sleep(draw.uniform(0.0, 0.004))
+            wait_for_turns(rounds, dict(late.get(me, [])).get(step, 0))
             if dies == (me, step):
                 Path(folder, "story").write_bytes(pickle.dumps({"events": events, "steps": step - 1}))
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -161,11 +170,11 @@ def replayed(told: list[dict[str, Any]], weighs: bool) -> list[Tensor]:
     return totals[-1]
 
 
-LATE: list[dict[int, list[tuple[int, float]]]] = [
+LATE: list[dict[int, list[tuple[int, int]]]] = [
     {},
-    {1: [(9, 0.4)], 2: [(20, 0.3), (21, 0.3)]},
-    {0: [(15, 0.3)], 3: [(2, 0.5), (30, 0.3)]},
-    {2: [(13, 2.5)]},
+    {1: [(9, 2)], 2: [(20, 1), (21, 1)]},
+    {0: [(15, 1)], 3: [(2, 3), (30, 1)]},
+    {2: [(13, RECENT + 2)]},
 ]
 
 
@@ -191,8 +200,8 @@ def test_the_result_is_the_algorithms(seed: int, weighs: bool) -> None:
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_all_ranks_have_the_same_bits(compression: str | None, fragments: int) -> None:
     """Whatever codes the changes, in fragments, too."""
-    options: dict[str, Any] = {"compression": compression, "fragments": fragments}
-    told = run_ranks(trained, {1: [(9, 0.4)], 2: [(20, 0.4)]}, False, 7, world_size=3, backend="ring", **options)
+    options: dict[str, Any] = {"compression": compression, "fragments": fragments, "quorum": 0.3}
+    told = run_ranks(trained, {1: [(9, 1)], 2: [(20, 2)]}, False, 7, world_size=3, backend="ring", **options)
     for one in told:
         assert all(torch.equal(a, b) for a, b in zip(one["found"], told[0]["found"], strict=True))
         assert all(bool(value.isfinite().all()) for value in one["found"])
@@ -317,10 +326,10 @@ def trained_in_an_elastic_job(folder: str, *args: Any, **options: Any) -> dict[s
         return trained(*args, **options)
 
 
-@pytest.mark.parametrize("sleeps_s", [0.0, 0.4])
-def test_in_an_elastic_job_a_rank_that_dies_is_late_for_ever(sleeps_s: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [0, 2])
+def test_in_an_elastic_job_a_rank_that_dies_is_late_for_ever(turns: int, tmp_path: Path) -> None:
     """Killed in its training, or after a while in which the others had left it out."""
-    args = (str(tmp_path), {1: [(15, sleeps_s)], 2: [(30, 0.4)]}, True, 11, (1, 15), str(tmp_path))
+    args = (str(tmp_path), {1: [(15, turns)], 2: [(30, 1)]}, True, 11, (1, 15), str(tmp_path))
     outcomes = run_outcomes(
         trained_in_an_elastic_job, *args, world_size=4, backend=None, others_stay=True, timeout_s=60.0
     )
