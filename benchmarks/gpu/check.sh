@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what needs a GPU, on a machine without network whose Python has torch with CUDA. Two calls of at most four and a half
-# minutes each, since a machine is lent for a quarter of an hour:
+# minutes each, so that a quarter of an hour on a machine is enough:
 #   bash benchmarks/gpu/check.sh right [PYTHON]    all that is right or wrong, parts beside each other on 16 cores
 #   bash benchmarks/gpu/check.sh speed [PYTHON]    steps, kernels and staging against DDP and copies, with JSON of every figure
 # and one beforehand, on any machine with nvcc and the same Python and torch, which may lack the GPU:

@@ -20,6 +20,7 @@ from ringdp.compression.exchange.finite import all_finite
 from ringdp.compression.feedback import feedback_of
 from ringdp.compression.partition import owner_offset_of
 from ringdp.compression.saved import share_of_residual
+from ringdp.errors import MismatchError
 from ringdp.job.byte_collectives import all_gather_single
 from ringdp.job.elastic import is_elastic
 from ringdp.rounds.fragments import Fragment, Piece
@@ -247,10 +248,12 @@ class GatheredCodes:
         mean = buffer if buffer.dtype == torch.float32 else torch.empty_like(buffer, dtype=torch.float32)
         mean.zero_()
         finite = True
-        for code, weight in zip(self._gathered.view(len(weights), -1), weights, strict=True):
+        for rank, (code, weight) in enumerate(zip(self._gathered.view(len(weights), -1), weights, strict=True)):
             for piece, place in zip(self._fragment.pieces, self._places, strict=True):
-                if weight > 0:
-                    finite &= self._codec.add(piece.of(mean), code[place], weight / total)
+                try:
+                    finite &= weight <= 0 or self._codec.add(piece.of(mean), code[place], weight / total)
+                except ValueError as error:
+                    raise MismatchError(f"the code of {piece.name} by rank {rank}: {error}", peer=rank) from error
         self._gathered = None
         if mean is not buffer:
             buffer.copy_(mean)

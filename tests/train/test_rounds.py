@@ -654,10 +654,22 @@ def test_steps_that_a_loss_scaler_skips_count(kind: str, compression: str | None
     assert (rounds.step, done) == (10, 8)
 
 
-def rank_is_unequal() -> int:
+@on_ranks(3)
+def test_a_code_that_is_none_is_a_mismatch_that_names_its_rank() -> None:
+    module, optimizer, _ = built(every=2, compression="sparse2")
+    broken = mock.patch.object(Sparse2, "encode", lambda self, code, *_, **__: code.fill_(255))
+    with (
+        broken if dist.get_rank() == 1 else contextlib.nullcontext(),
+        pytest.raises(MismatchError, match=r"the code of 0\.weight by rank 1: a sparse2 code") as caught,
+    ):
+        steps_of(module, optimizer, 1, 2)
+    assert caught.value.peer == 1
+
+
+def rank_is_unequal(compression: str) -> int:
     rank = dist.get_rank()
     numbers: Any = {"every": 12, "fragments": Fragments(2, delay=1), "outer": {"lr": 1.0}}
-    module, optimizer, rounds = built(inner=sgd, unequal=True, compression="int8", **numbers)
+    module, optimizer, rounds = built(inner=sgd, unequal=True, compression=compression, **numbers)
     step = 0
     while rounds.round < 4:
         step += 1
@@ -670,8 +682,9 @@ def rank_is_unequal() -> int:
     return step
 
 
-def test_unequal_ranks_make_unequal_steps_and_do_not_wait() -> None:
-    fast, slow = run_ranks(rank_is_unequal, world_size=2, backend="ring")
+@pytest.mark.parametrize("compression", ["int8", "sparse2"])
+def test_unequal_ranks_make_unequal_steps_and_do_not_wait(compression: str) -> None:
+    fast, slow = run_ranks(rank_is_unequal, compression, world_size=2, backend="ring")
     assert fast > 1.5 * slow
 
 
