@@ -99,19 +99,23 @@ class Guests:
         self._where = host, port
         self._store: TCPStore | None = None
         self._seen = 0, 0.0  # their count, and when it was found to have gone on
+        self._silent_since: float | None = None  # the store
 
     def go_on(self) -> bool:
-        """A guest that is silent for 10 s is gone."""
-        with contextlib.suppress(dist.DistNetworkError, dist.DistStoreError):
+        """A guest that is silent for 10 s is gone, and so are all where the store is. One question may fail: a busy host."""
+        now = time.monotonic()
+        try:
             if self._store is None:
                 self._store = _open(*self._where)
-            count = self._store.add(_GUESTS, 0)
-            if count != self._seen[0]:
-                self._seen = count, time.monotonic()
-            if _is_over(self._store):
-                return False
+            count, over = self._store.add(_GUESTS, 0), _is_over(self._store)
+        except (dist.DistNetworkError, dist.DistStoreError):
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            return now - self._silent_since < _SILENT_S
+        self._silent_since = None
+        if count != self._seen[0]:
+            self._seen = count, time.monotonic()
         count, since = self._seen
-        return count > 0 and time.monotonic() - since < _SILENT_S
+        return count > 0 and time.monotonic() - since < _SILENT_S and not over
 
     def ended_well(self) -> bool:
         """The training has, on whatever ranks."""

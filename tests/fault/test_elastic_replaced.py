@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringdp.launcher import joining
 from tests.fault.launch_jobs import Job, script, wait_until
@@ -209,6 +211,34 @@ def test_the_first_ranks_leave_and_those_of_another_launcher_go_on(tmp_path: Pat
     assert second.wait(60) == 0, second.err
     assert "rank 0 of 1: " in second.out
     assert first.wait(60) == (0 if told == "rank" else 128 + signal.SIGTERM), first.err
+
+
+def test_a_store_that_does_not_answer_once_is_not_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher that keeps it goes on while ranks of others may do so: for 10 s without an answer."""
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server.add(joining._GUESTS, 1)
+    guests, opened = joining.Guests("127.0.0.1", server.port), joining._open
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def silent(*_: object) -> TCPStore:
+        raise dist.DistNetworkError("timed out")
+
+    monkeypatch.setattr(joining, "_open", silent)
+    assert guests.go_on()
+    now_s += 9.0
+    assert guests.go_on()
+    monkeypatch.setattr(joining, "_open", opened)
+    assert guests.go_on()
+    now_s += 9.0
+    assert guests.go_on(), "their count has stood still for less than 10 s"
+    now_s += 2.0
+    assert not guests.go_on()
+    lost = joining.Guests("127.0.0.1", server.port)
+    monkeypatch.setattr(joining, "_open", silent)
+    assert lost.go_on()
+    now_s += 11.0
+    assert not lost.go_on()
 
 
 def test_a_store_on_a_host_of_its_own_outlives_the_first_host(tmp_path: Path, jobs: list[Job]) -> None:
