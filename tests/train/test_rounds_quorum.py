@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 import ringdp
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError, PeerLostError
 from ringdp.rounds import DiLoCo, LocalSGD
-from ringdp.rounds.quorum import RECENT, Coming, Presence, Quorum
+from ringdp.rounds.quorum import RECENT, Change, Coming, Part, Presence, Quorum
 from tests.fault.elastic_jobs import joined
 from tests.helpers import logged
 from tests.train import rounds_reference as reference
-from tests.train.harness import on_ranks, run_outcomes, run_ranks
+from tests.train.harness import on_ranks, require_same_bits, run_outcomes, run_ranks
 from tests.train.rounds_reference import MOMENTUM, loss_of, sgd
 
 ROUNDS, EVERY = 14, 6
@@ -226,6 +227,57 @@ def test_when_a_turn_is_over(ranks: list[tuple[bool, float]], share: float, grac
     assert quorum.is_over(finishing) == (count == len(ranks)), "all are waited for at the end"
 
 
+def test_a_share_of_ranks_is_not_rounded_up() -> None:
+    present = [Presence(Coming.TURN)] * 7 + [Presence(Coming.NOT)] * 18
+    assert 0.28 * 25 > 7
+    assert Quorum(0.28, 0.0).is_over(present)
+    assert not Quorum(1e-12, 0.0).is_there([Presence(Coming.NOT)])
+
+
+@on_ranks(2)
+def test_no_turn_is_missed_that_ends_while_its_result_is_taken() -> None:
+    """Every turn of a fragment that this rank has seen has given it the fragment's parameters."""
+    module, optimizer, rounds = built(every=3, fragments=3, quorum=0.5, grace=0.0)
+    attendance = rounds._attendance
+    assert attendance is not None
+    meetings, original, passed = attendance.meetings, attendance.meetings.bring, []
+
+    def bring(part: Part) -> bool:
+        counts = original(part)
+        end = time.monotonic() + 0.3
+        while dist.get_rank() == 0 and meetings.turn <= part.turn + 1 and time.monotonic() < end:
+            time.sleep(0.001)
+        passed.append(counts and part.coming is Coming.TURN and meetings.turn > part.turn + 1)
+        return counts
+
+    meetings.bring = bring  # type: ignore[method-assign]
+    while rounds.round < 8:
+        steps(module, optimizer, rounds.step + 1, rounds.step + 1)
+        for number in range(3):
+            turns = range(number, attendance.seen, 3)
+            assert not turns or attendance._began[number] > turns[-1]
+    assert dist.get_rank() == 1 or any(passed)
+    rounds.finish()
+    require_same_bits([p.detach() for p in module.parameters()])
+
+
+@on_ranks(1)
+def test_what_is_not_finite_leaves_other_changes_alone() -> None:
+    module, _, rounds = built(fragments=2)
+    attendance, fragments = rounds._attendance, rounds._fragments
+    assert attendance is not None
+    change = torch.ones_like(fragments[0].total)
+    attendance.left_out(0, Change(change, 3.0))
+    attendance.left_out(0, Change(torch.zeros_like(change), 0.0, not_finite=0))
+    assert attendance.brings(0, torch.zeros_like(change), 1.0).weight == 4.0, "the first one still waits"
+    fragments[1].total.add_(1.0)  # its turn is over, without this rank
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(float("nan"))
+        assert rounds._change(attendance, 0).not_finite == 0
+        assert attendance.change(1)[1] == 0.0, "what others have done is not this rank's change"
+
+
 # States.
 
 
@@ -265,7 +317,74 @@ def test_a_state_goes_on_to_the_bit(compression: str | None) -> None:
     assert its.round == rounds.round == 3
 
 
+def at_once(folder: str) -> dict[str, Any]:
+    """What a rank alone says of a consolidated state of three."""
+    module, optimizer, rounds = built(compression="int4", clip=4.0)
+    file = Path(folder, "state")
+    if dist.get_world_size() == 3:
+        steps(module, optimizer, 1, 6 + dist.get_rank())
+        while rounds.round < 3:
+            steps(module, optimizer, rounds.step + 1, rounds.step + 1)
+        rounds.finish()
+        saved = rounds.state_dict(consolidated=True)
+        if dist.get_rank() == 0:
+            torch.save(saved, file)
+    else:
+        rounds.load_state_dict(torch.load(file))
+    found = {"round": rounds.round, "parameters": [p.detach().clone() for p in module.parameters()]}
+    while rounds.round < 5:
+        steps(module, optimizer, rounds.step + 1, rounds.step + 1)
+    rounds.finish()
+    require_same_bits([p.detach() for p in module.parameters()])
+    return found
+
+
+def test_a_consolidated_state_goes_on_at_other_numbers_of_ranks(tmp_path: Path) -> None:
+    first = run_ranks(at_once, str(tmp_path), world_size=3, backend="ring")[0]
+    for count in (1, 2):
+        for one in run_ranks(at_once, str(tmp_path), world_size=count, backend="ring"):
+            assert one["round"] == first["round"] == 3
+            assert all(torch.equal(a, b) for a, b in zip(one["parameters"], first["parameters"], strict=True))
+
+
 # Mistakes and deaths.
+
+
+@on_ranks(2)
+def test_a_rank_without_steps_finishes_with_the_others() -> None:
+    module, optimizer, rounds = built(every=100)
+    module.register_buffer("seen", torch.full((1,), float(dist.get_rank())))
+    if dist.get_rank() == 0:
+        steps(module, optimizer, 1, 3)
+    rounds.finish()
+    assert module.get_buffer("seen").item() == 0.5
+    require_same_bits([p.detach() for p in module.parameters()])
+    assert not [one for one in threading.enumerate() if one.name == "ringdp rounds"]
+    rounds.detach()
+    with pytest.raises(InvalidStateError, match="after detach"):
+        rounds.finish()
+
+
+def two_in_an_elastic_job(folder: str) -> None:
+    with joined(folder, elastic=True):
+        module, optimizer, rounds = built(every=3)
+        other, its_optimizer, others = built(every=3)
+        steps(module, optimizer, 1, 4)
+        with pytest.raises(InvalidStateError, match="another one with quorum= is under way"):
+            steps(other, its_optimizer, 1, 1)
+        with pytest.raises(InvalidStateError, match="has to come after finish"):
+            rounds.detach()
+        rounds.finish()
+        rounds.detach()
+        steps(other, its_optimizer, 2, 4)
+        others.finish()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2.0
+
+
+def test_in_an_elastic_job_one_meets_at_a_time_and_to_the_end(tmp_path: Path) -> None:
+    run_ranks(two_in_an_elastic_job, str(tmp_path), world_size=2, backend=None, timeout_s=40.0)
 
 
 def one_finishes() -> None:
