@@ -231,7 +231,16 @@ class DiLoCo:
         )
 
     def detach(self) -> None:
-        """Leave the inner optimizer alone from now on."""
+        """Leave the inner optimizer alone from now on.
+
+        Raises:
+            InvalidStateError: with `quorum`, in an elastic job, before `finish`.
+        """
+        if self._attendance is not None and self._attendance.meetings.runs and is_elastic(self._members):
+            raise InvalidStateError(
+                f"{self._settings.who}: detach() with quorum= has to come after finish(): ranks meet in the job's own"
+                " group"
+            )
         self._handle.remove()
         if self._attendance is not None:
             self._attendance.meetings.end()
@@ -370,7 +379,7 @@ class DiLoCo:
         """As `_take`, where turns may have gone by without this rank."""
         if turn.exact:
             self._take(turn)
-            attendance.take(turn.leaves)
+            attendance.take(turn.leaves, attendance.seen)
             return
         attendance.finished = False
         attendance.meetings.begin()
@@ -387,19 +396,21 @@ class DiLoCo:
         part = Part(coming, attendance.seen, changes, self._counts_samples, came_s)
         counts = attendance.meetings.bring(part)
         self._waited_s += time.monotonic() - came_s
-        if counts:
-            attendance.counted(changes)
-            self.counted = self.step, attendance.meetings.view
-            self._go_on(attendance, numbers)
-        else:
-            self._went_by(attendance, changes)
+        with attendance.meetings.lock:  # so that no turn ends between what is read of it and what is taken
+            if counts:
+                attendance.counted(changes)
+                self.counted = self.step, attendance.meetings.view
+                self._go_on(attendance, numbers, part.turn + 1 if coming is Coming.TURN else attendance.meetings.turn)
+            if attendance.missed():
+                self._went_by(attendance, {} if counts else changes)
         return counts
 
     def _went_by(self, attendance: Attendance, changes: Mapping[int, Change]) -> None:
-        numbers = attendance.missed()
-        for number in numbers:
-            attendance.left_out(number, changes[number] if number in changes else self._change(attendance, number))
-        self._go_on(attendance, numbers)
+        with attendance.meetings.lock:
+            numbers = attendance.missed()
+            for number in numbers:
+                attendance.left_out(number, changes[number] if number in changes else self._change(attendance, number))
+            self._go_on(attendance, numbers, attendance.meetings.turn)
 
     def _change(self, attendance: Attendance, number: int) -> Change:
         values, norm = attendance.change(number)
@@ -409,12 +420,11 @@ class DiLoCo:
         fragment = self._fragments[number]
         wrong = fragment.first_not_finite()
         self._left_out += 1
-        with self._global_parameters_kept():
-            start_over(self._fragments, fragment, self._inner)
+        start_over(self._fragments, attendance.bases, fragment, self._inner)
         return Change(values.zero_(), 0.0, 0 if wrong is None else wrong)
 
-    def _go_on(self, attendance: Attendance, numbers: Sequence[int]) -> None:
-        attendance.take(numbers)
+    def _go_on(self, attendance: Attendance, numbers: Sequence[int], turn: int) -> None:
+        attendance.take(numbers, turn)
         for number in numbers:
             self._since[0][number], self._since[1][number] = 0, 0.0
             self._left_at[number] = self.step
@@ -445,7 +455,7 @@ class DiLoCo:
             self._changes[number] = change
         else:
             self._left_out += 1
-            start_over(self._fragments, fragment, self._inner)
+            start_over(self._fragments, [one.total for one in self._fragments], fragment, self._inner)
             fragment.buffer.zero_()
         weight = 0.0 if wrong is not None else 1.0 if exact else self._weight(number)
         name = f"{settings.who} {self._pace.schedule.label()}, fragment {number + 1}/{len(self._fragments)}"
@@ -469,11 +479,11 @@ class DiLoCo:
         self._bytes += exchange.sent_bytes(exact=exact)
 
     def _land(self, number: int) -> None:
-        fragment, flight, most = self._fragments[number], self._flights[number], self._exchanges[number].most()
+        fragment, flight = self._fragments[number], self._flights[number]
         arrival = self._wait(number, flight)
         del self._flights[number]
         log_not_finite(flight, fragment, arrival)
-        log_clipped(flight, arrival, most)
+        log_clipped(flight, arrival)
         if arrival.usable:
             if arrival.of_parameters:
                 fragment.total.copy_(fragment.buffer)

@@ -108,6 +108,7 @@ class Flight:
         of_parameters: the buffer has parameters, not changes.
         kept: flat, [numel]: this rank's parameters when it left; None where it leaves once.
         fill: gives the buffer the values with which it left; None: they are what `kept` says.
+        most: the norm to which ranks' changes are clipped.
         factor: by which this rank's change is multiplied: below 1 where it is clipped.
         view: in which it has left; 0: it has not yet.
         ranks, rank: their number there, and this one's.
@@ -125,7 +126,7 @@ class Flight:
     ) -> None:
         self.name, self.mine, self.unit, self.exact, self.averages = name, mine, unit, exact, averages
         self.fill = fill
-        self.factor = 1.0
+        self.most, self.factor = math.inf, 1.0
         self.of_parameters = averages
         self.kept: Tensor | None = None
         self.view, self.ranks, self.rank = 0, 1, 0
@@ -221,8 +222,9 @@ class FragmentExchange:
         flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
         if fill is not None:
             fill()
-        if not exact and (most := self.most()) < mine.norm:
-            flight.factor = most / mine.norm
+        if not exact and self._clip is not None and self.median > 0:
+            flight.most = self._clip * self.median
+            flight.factor = min(1.0, flight.most / mine.norm) if mine.norm > 0 else 1.0
         self._clip_buffer(flight)
         self._follow_members()
         if self.ranks == 1:
@@ -259,10 +261,6 @@ class FragmentExchange:
             self.median = statistics.median(norms) if norms else self.median
             flight.works, flight.kept, flight.fill = [], None, None
         return flight.arrival
-
-    def most(self) -> float:
-        """The norm to which a change that leaves now is clipped."""
-        return math.inf if self._clip is None or self.median == 0 else self._clip * self.median
 
     def _clip_buffer(self, flight: Flight) -> None:
         if flight.factor == 1:

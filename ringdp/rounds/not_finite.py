@@ -14,13 +14,19 @@ from ringdp.rounds.fragments import Fragment, local_part
 _log = logging.getLogger("ringdp.rounds")
 
 
-def start_over(fragments: Sequence[Fragment], leaving: Fragment, inner: Sequence[torch.optim.Optimizer]) -> None:
-    """Parameters that are not finite, and all of `leaving`, become the global ones; optimizers drop such state."""
-    for fragment in fragments:
+def start_over(
+    fragments: Sequence[Fragment],
+    bases: Sequence[torch.Tensor],
+    leaving: Fragment,
+    inner: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Parameters that are not finite, and all of `leaving`, become those of `bases`, from which changes count;
+    optimizers drop such state."""
+    for fragment, base in zip(fragments, bases, strict=True):
         for piece in fragment.pieces:
             mine = local_part(piece.parameter)
             if fragment is leaving or not bool(mine.isfinite().all()):
-                mine.copy_(piece.shaped(fragment.total))
+                mine.copy_(piece.shaped(base))
     for optimizer in inner:
         for parameter, kept in list(optimizer.state.items()):
             values = [it for it in kept.values() if isinstance(it, torch.Tensor)] if isinstance(kept, dict) else []
@@ -43,14 +49,14 @@ def log_not_finite(flight: Flight, fragment: Fragment, arrival: Arrival) -> None
         _log.warning("%s: the mean is not finite; the global parameters stay as they are", flight.name)
 
 
-def log_clipped(flight: Flight, arrival: Arrival, most: float) -> None:
-    """Warn of ranks whose changes were clipped to that norm."""
+def log_clipped(flight: Flight, arrival: Arrival) -> None:
+    """Warn of ranks whose changes were clipped."""
     for rank, one in enumerate(arrival.records):
-        if one.norm > most and not flight.exact:
+        if one.norm > flight.most and not flight.exact:
             _log.warning(
                 "%s: the change of rank %d, of norm %.3g, counts as one of norm %.3g (clip=)",
                 flight.name,
                 rank,
                 one.norm,
-                most,
+                flight.most,
             )

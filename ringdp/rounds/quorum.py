@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.errors import MismatchError, SystemResourceError
+from ringdp.errors import InvalidStateError, MismatchError, SystemResourceError
 from ringdp.job.backend import cut_off, named
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.job.elastic import as_unit, places
@@ -100,7 +100,7 @@ class Quorum:
         return sorted((one.waited_s for one in present if one.coming), reverse=True)
 
     def _least(self, present: Sequence[Presence]) -> int:
-        return math.ceil(self.share * len(present))
+        return max(1, math.ceil(self.share * len(present) - 1e-9))  # 0.28 * 25 is above 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +182,22 @@ class Meetings:
     # The training thread.
 
     def begin(self) -> None:
-        """Start the thread, if it does not run. Raises what it has ended with."""
+        """Start the thread, if it does not run.
+
+        Raises:
+            InvalidStateError: after `end`, or another one's thread uses the group.
+            RingError: what it has ended with.
+        """
         self.require_well()
-        if self._thread is not None and self._thread.is_alive():
+        if self._ends:
+            raise InvalidStateError(f"{self._who}: after detach() there are no rounds: call finish() before it")
+        if self.runs:
             return
+        if self._group is not None and any(one._group is self._group and one.runs for one in _alive):
+            raise InvalidStateError(
+                f"{self._who}: another one with quorum= is under way, and in an elastic job both would meet in the"
+                " job's own group: call its finish() first"
+            )
         self._thread = threading.Thread(target=self._run, name="ringdp rounds", daemon=True)
         try:
             self._thread.start()
@@ -198,6 +210,10 @@ class Meetings:
         atexit.unregister(_end_all)
         atexit.register(_end_all)  # after the groups', and so before them
 
+    @property
+    def runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def require_well(self) -> None:
         if self._error is not None:
             raise self._error
@@ -208,22 +224,24 @@ class Meetings:
         with self.lock:
             self._part = part
             self.lock.notify_all()
-            while self.turn == part.turn and not part.counts:
-                self.require_well()
-                self.lock.wait(_LONGEST_PAUSE_S)
-            self._part = None
+            try:
+                while self.turn == part.turn and not part.counts:
+                    self.require_well()
+                    self.lock.wait(_LONGEST_PAUSE_S)
+            finally:
+                self._part = None
         if part.counts and part.coming is Coming.FINISH and self._thread is not None:
             self._thread.join()
         return part.counts
 
     def end(self) -> None:
         """Without the other ranks: the thread ends, or is left behind in an operation that fails."""
-        with self.lock:
-            self._ends = True
-            self.lock.notify_all()
+        self._ends = True
         thread = self._thread
-        if thread is None or not thread.is_alive():
+        if thread is None or not thread.is_alive():  # in a forked process another thread may have had the lock
             return
+        with self.lock:
+            self.lock.notify_all()
         thread.join(_MOMENT_S)
         if thread.is_alive() and self._group is not None:
             cut_off(self._group)
@@ -325,10 +343,9 @@ class Meetings:
         )
         name = f"{self._who} turn {self.turn + 1}, fragment {number + 1}/{len(self._exchanges)}: {fragment.label}"
         flight = exchange.start(name, record, unit=self._units[number], exact=False, averages=False, fill=fill)
-        most = exchange.most()
         arrival = exchange.wait(flight)
         log_not_finite(flight, fragment, arrival)
-        log_clipped(flight, arrival, most)
+        log_clipped(flight, arrival)
         with self.lock:
             if arrival.usable:
                 self._outer[number].step(fragment.buffer)
@@ -377,13 +394,14 @@ class Attendance:
         fragments: of the model.
 
     Attributes:
+        bases: of each fragment the global parameters from which this rank went on.
         seen: turns whose result this rank's parameters have.
         finished: nothing was done since `finish`.
     """
 
     def __init__(self, who: str, meetings: Meetings, fragments: Sequence[Fragment]) -> None:
         self._who, self.meetings, self._fragments = who, meetings, fragments
-        self._bases = [one.total.clone() for one in fragments]
+        self.bases = [one.total.clone() for one in fragments]
         self._pending: dict[int, _Pending] = {}
         self._began = [0] * len(fragments)  # turns that were over when this rank last took the fragment's parameters
         self.seen, self.finished = 0, True
@@ -395,7 +413,7 @@ class Attendance:
 
     def change(self, number: int) -> tuple[Tensor, float]:
         """Of the fragment, since this rank took its parameters, and its norm."""
-        fragment, base = self._fragments[number], self._bases[number]
+        fragment, base = self._fragments[number], self.bases[number]
         fragment.read(values := torch.empty_like(base))
         torch.sub(base, values, out=values)
         return values, float(torch.linalg.vector_norm(values))
@@ -411,9 +429,11 @@ class Attendance:
     def left_out(self, number: int, change: Change) -> None:
         """No turn has it yet: it joins a later one, unless that comes too late."""
         began = self._pending[number].turn if number in self._pending else self._began[number]
-        self._pending.pop(number, None)
         age = (self.meetings.turn - began) // len(self._fragments)
-        if change.weight <= 0 or change.not_finite >= 0:
+        if change.not_finite >= 0 and age <= RECENT:  # it has nothing of what earlier turns went by without
+            return
+        self._pending.pop(number, None)
+        if change.weight <= 0:
             return
         if age > RECENT:
             _log.warning(
@@ -437,21 +457,21 @@ class Attendance:
             if change.not_finite < 0:
                 self._pending.pop(number, None)
 
-    def take(self, numbers: Sequence[int]) -> None:
-        """This rank goes on from the global parameters."""
+    def take(self, numbers: Sequence[int], turn: int) -> None:
+        """This rank goes on from the global parameters, and has seen the turns before that one."""
         with self.meetings.lock:
-            self.seen = self.meetings.turn
+            self.seen = turn
             for number in numbers:
                 fragment = self._fragments[number]
-                self._bases[number].copy_(fragment.total)
+                self.bases[number].copy_(fragment.total)
                 fragment.write(fragment.total)
-                self._began[number] = self.seen
+                self._began[number] = turn
 
     def begin_again(self, turn: int, units: Sequence[float]) -> None:
         """From a state, which was saved when rounds had been finished."""
         self.meetings.begin_again(turn, units)
         self._pending.clear()
-        self.take(range(len(self._fragments)))
+        self.take(range(len(self._fragments)), turn)
         self.finished = True
 
 

@@ -178,9 +178,9 @@ class OpenSchedule(Schedule):
         return Turn(leaves=tuple(range(self._fragments.count)), last=True)
 
     def label(self) -> str:
-        if self.step <= self._warmup:
-            return f"step {self.step}"
-        return f"finish after turn {self.turn}" if self._finished else f"turn {self.turn + 1}"
+        if self._finished:
+            return f"finish after turn {self.turn}"
+        return f"step {self.step}" if self.step <= self._warmup else f"turn {self.turn + 1}"
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "met": self.turn, "begin": self._begin, "warmup_steps": self._warmup}

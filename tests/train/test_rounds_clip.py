@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError
-from ringdp.rounds import DiLoCo, LocalSGD
+from ringdp.rounds import DiLoCo, Fragments, LocalSGD
 from tests.helpers import logged
 from tests.train.harness import on_ranks
 
@@ -85,6 +85,22 @@ def test_a_change_that_is_far_off_is_clipped_and_named(
     assert len(named) == len(FAR), lines
     for line, rank in zip(named, FAR.values(), strict=True):
         assert re.search(rf"the change of rank {rank}, of norm 1\.[56]\de\+03, counts as one of norm 6\d", line), line
+
+
+@on_ranks(RANKS)
+def test_a_state_between_does_not_change_what_is_named() -> None:
+    """It waits for a change on its way, whose median is of the next round."""
+    module = Flat()
+    inner = torch.optim.SGD(module.parameters(), 0.0)
+    rounds = DiLoCo(module, inner, every=2, clip=CLIP, fragments=Fragments(1, delay=1, mix=0.0), outer={"lr": 1.0})
+    with logged("ringdp.rounds") as lines:
+        for number in range(1, 8):
+            change(module, inner, number if number % 2 == 0 else 1)
+            rounds.state_dict()
+        rounds.finish()
+    named = [line for line in lines if "counts as one of norm" in line]
+    assert len(named) == 1, lines
+    assert re.search(r"the change of rank 0, of norm 1\.[56]\de\+03, counts as one of norm", named[0]), lines
 
 
 @on_ranks(RANKS)
