@@ -102,7 +102,7 @@ class Guests:
         self._silent_since: float | None = None  # the store
 
     def go_on(self) -> bool:
-        """A guest that is silent for 10 s is gone; so are all where the store is. On a busy host a question may fail."""
+        """A guest that is silent for 10 s is gone; so are all where the store is. A busy host may miss a question."""
         now = time.monotonic()
         try:
             if self._store is None:
