@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) 
     while not condition():
         assert time.monotonic() < end, f"waited {limit_s:g} s for: {what}"
         time.sleep(0.005)
+
+
+def unbroken(console: str) -> str:
+    """Lines of ringdp's log as one: the console breaks long ones in two, where depends on paths and pids."""
+    return re.sub(r"\n(?:\[rank \d+\] )?ringdp: ", " ", console)
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
