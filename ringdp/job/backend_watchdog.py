@@ -7,11 +7,15 @@ disagreement fails the ring's group, and its watchdog then aborts the other back
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ringdp.job.backend import BACKEND, check_extension
+
+if TYPE_CHECKING:
+    from ringdp import _C
 
 _log = logging.getLogger("ringdp.device_guard")
 
@@ -27,12 +31,7 @@ def watch_backends(group: dist.ProcessGroup | None = None) -> list[str]:
     """
     chosen = dist.group.WORLD if group is None else group
     assert isinstance(chosen, dist.ProcessGroup)
-    if BACKEND not in str(dist.get_backend_config(chosen)):
-        return []
-    check_extension()
-    from ringdp import _C
-
-    names = [one.backend for one in _C.watch_group(chosen)]
+    names = [one.backend for one in _watchdogs(chosen)]
     if names:
         _log.debug("%s is watched by %s", ", ".join(names), BACKEND)
     return names
@@ -45,16 +44,17 @@ def leave_groups() -> None:
     Where torch's watchdog of NCCL has seen a failure before the abort, it sleeps for a minute and then ends the
     process, and NCCL's shutdown waits for it (ProcessGroupNCCL.cpp of torch's c10d, Watchdog::runLoop).
     """
-    if any(map(_has_failed, list(distributed_c10d._world.pg_map))):
+    if any(one.failed for group in list(distributed_c10d._world.pg_map) for one in _watchdogs(group)):
         distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
 
 
-def _has_failed(group: dist.ProcessGroup) -> bool:
-    config = str(dist.get_backend_config(group))
-    if BACKEND not in config or "," not in config:
-        return False
+def _watchdogs(group: dist.ProcessGroup) -> list[_C.BackendWatchdog]:
+    """None where ``ring`` is not in the group, or moves all of its tensors."""
+    if BACKEND not in str(dist.get_backend_config(group)):
+        return []
+    check_extension()
     from ringdp import _C
 
-    return any(one.failed for one in _C.watch_group(group))
+    return _C.watch_group(group)

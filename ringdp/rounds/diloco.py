@@ -431,7 +431,6 @@ class DiLoCo:
         schedule = self._pace.schedule
         assert isinstance(schedule, OpenSchedule)
         schedule.met(attendance.seen)
-        self._units = attendance.meetings.units
         self.ended_at = self.step
 
     def _global_parameters_kept(self) -> contextlib.AbstractContextManager[object]:
@@ -469,7 +468,8 @@ class DiLoCo:
             norm=change if wrong is None else 0.0,
         )
         unit = 1.0 if exact else self._units[number]
-        flight = exchange.start(f"{name}: {fragment.label}", record, unit=unit, exact=exact, averages=averages)
+        flight = Flight(f"{name}: {fragment.label}", record, unit=unit, exact=exact, averages=averages)
+        exchange.start(flight)
         self._flights[number] = flight
         self._left_at[number] = self._pace.schedule.step
         if number + 1 == len(self._fragments):

@@ -101,6 +101,7 @@ class Flight:
     """A fragment that has left. One thread waits for it; the one that completes operations writes the stamp.
 
     Attributes:
+        name: of the operations; ranks compare it.
         mine: this rank's record.
         unit: a usual weight, the same number on all ranks.
         exact: not as codes.
@@ -194,37 +195,21 @@ class FragmentExchange:
         differences."""
         return exact or (averages and (self.codes is None or self.ranks == 1))
 
-    def start(
-        self,
-        name: str,
-        mine: Record,
-        *,
-        unit: float,
-        exact: bool,
-        averages: bool,
-        fill: Callable[[], None] | None = None,
-    ) -> Flight:
-        """Send the buffer, which has what `of_parameters` says, or what `fill` gives it.
+    def start(self, flight: Flight) -> None:
+        """Send the buffer, which has what `of_parameters` says, or what the flight's `fill` gives it, now and when it
+        leaves again.
 
         In the first unit of an elastic group's view it leaves when it is waited for: other ranks are there by then.
-
-        Args:
-            name: of the operations; ranks compare it.
-            mine: this rank's record.
-            unit: a usual weight, the same number on all ranks.
-            exact: not as codes.
-            averages: the mean may be one of parameters.
-            fill: for values that are not the parameters' changes: called now, and when it leaves again.
         """
         from ringdp import _C
 
-        flight = Flight(name, mine, unit=unit, exact=exact, averages=averages, fill=fill)
-        flight.of_parameters = self.of_parameters(exact=exact, averages=averages)
-        if fill is not None:
-            fill()
-        if not exact and self._clip is not None and self.median > 0:
+        flight.of_parameters = self.of_parameters(exact=flight.exact, averages=flight.averages)
+        if flight.fill is not None:
+            flight.fill()
+        if not flight.exact and self._clip is not None and self.median > 0:
             flight.most = self._clip * self.median
-            flight.factor = min(1.0, flight.most / mine.norm) if mine.norm > 0 else 1.0
+            norm = flight.mine.norm
+            flight.factor = min(1.0, flight.most / norm) if norm > 0 else 1.0
         self._clip_buffer(flight)
         self._follow_members()
         if self.ranks == 1:
@@ -235,7 +220,7 @@ class FragmentExchange:
             self._send(flight)
         else:
             assert self.group is not None
-            if fill is None:
+            if flight.fill is None:
                 self.fragment.read(kept := torch.empty_like(self.fragment.total))
                 flight.kept = kept
             if not _C.before_first_unit(self.group):
@@ -243,7 +228,6 @@ class FragmentExchange:
                     _C.before_unit(lambda: self._send(flight))
                 except PeerLostError:  # as if it had not left
                     flight.view = 0
-        return flight
 
     def wait(self, flight: Flight, beside: Beside | None = None) -> Arrival:
         """Wait until the mean is in the buffer.

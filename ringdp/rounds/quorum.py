@@ -27,7 +27,7 @@ from ringdp.errors import InvalidStateError, MismatchError, SystemResourceError
 from ringdp.job.backend import cut_off, named
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.job.elastic import as_unit, places
-from ringdp.rounds.exchange import FragmentExchange, Record
+from ringdp.rounds.exchange import Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, digest
 from ringdp.rounds.not_finite import log_clipped, log_not_finite
 from ringdp.rounds.outer import OuterStep
@@ -148,7 +148,7 @@ class Meetings:
         group: of the ranks; the thread alone uses it while it runs. None for one rank alone.
         exchanges: of the fragments.
         outer: of each fragment.
-        units: a usual weight of each fragment, the same on all ranks.
+        units: a usual weight of each fragment, the same on all ranks; each turn writes it.
 
     Attributes:
         lock: guards the global parameters.
@@ -165,11 +165,11 @@ class Meetings:
         group: dist.ProcessGroup | None,
         exchanges: Sequence[FragmentExchange],
         outer: Sequence[OuterStep],
-        units: Sequence[float],
+        units: list[float],
     ) -> None:
         self._who, self._quorum, self._group = who, quorum, group
         self._exchanges, self._outer = exchanges, outer
-        self._units = list(units)
+        self._units = units
         self.lock = threading.Condition()
         self.turn, self.view, self.called = 0, 0, False
         self.bytes_sent = 0.0
@@ -247,13 +247,9 @@ class Meetings:
             cut_off(self._group)
             thread.join(_LONGEST_END_S)
 
-    def begin_again(self, turn: int, units: Sequence[float]) -> None:
+    def begin_again(self, turn: int, units: list[float]) -> None:
         """From a state, while the thread does not run."""
-        self.turn, self.called, self._units = turn, False, list(units)
-
-    @property
-    def units(self) -> list[float]:
-        return list(self._units)
+        self.turn, self.called, self._units = turn, False, units
 
     # The thread.
 
@@ -268,16 +264,16 @@ class Meetings:
                     if self._ends:
                         return
                     told = self._there()
-                present = self._meet(told)
-                if self._quorum.is_over(list(present.values())):
-                    finishes = any(one.coming is Coming.FINISH for one in present.values())
-                    self._exchange(told, present, finishes)
+                by_rank = self._meet(told)
+                present = list(by_rank.values())
+                finishes = any(one.coming is Coming.FINISH for one in present)
+                if self._quorum.is_over(present):
+                    self._exchange(told, by_rank, finishes)
                     if finishes:
                         return
                     told = None
                 else:
-                    finishing = any(one.coming is Coming.FINISH for one in present.values())
-                    self.called = not finishing and self._quorum.is_there(list(present.values()))
+                    self.called = not finishes and self._quorum.is_there(present)
         except BaseException as error:
             with self.lock:
                 self._error = error
@@ -342,7 +338,8 @@ class Meetings:
             norm=0.0 if change is None else float(torch.linalg.vector_norm(change.values)),
         )
         name = f"{self._who} turn {self.turn + 1}, fragment {number + 1}/{len(self._exchanges)}: {fragment.label}"
-        flight = exchange.start(name, record, unit=self._units[number], exact=False, averages=False, fill=fill)
+        flight = Flight(name, record, unit=self._units[number], exact=False, averages=False, fill=fill)
+        exchange.start(flight)
         arrival = exchange.wait(flight)
         log_not_finite(flight, fragment, arrival)
         log_clipped(flight, arrival)
@@ -467,7 +464,7 @@ class Attendance:
                 fragment.write(fragment.total)
                 self._began[number] = turn
 
-    def begin_again(self, turn: int, units: Sequence[float]) -> None:
+    def begin_again(self, turn: int, units: list[float]) -> None:
         """From a state, which was saved when rounds had been finished."""
         self.meetings.begin_again(turn, units)
         self._pending.clear()

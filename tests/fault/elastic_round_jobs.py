@@ -223,14 +223,13 @@ class Watch:
     def here(self, phase: str) -> None:
         self._faults.at(self._place, self.step)(phase)
 
-    def start(self, original: Any, it: Any, name: str, mine: Any, **named: Any) -> Any:
+    def start(self, original: Any, it: Any, flight: Any) -> None:
         self.here("leaving")
         if not self.by_time:  # which needs the seconds
-            mine = dataclasses.replace(mine, step_s=self._place + 1.0)
-        flight = original(it, name, mine, **named)
+            flight.mine = dataclasses.replace(flight.mine, step_s=self._place + 1.0)
+        original(it, flight)
         self._left[id(flight)] = self.step
         self.here("sent")
-        return flight
 
     def gather(self, original: Any, *arguments: Any, **named: Any) -> Any:
         work = original(*arguments, **named)

@@ -26,6 +26,16 @@ class _Origin(elastic.Origin):
         return self.store
 
 
+def door_of_two(monkeypatch: pytest.MonkeyPatch, most: int | None = None) -> tuple[Any, SimpleNamespace]:
+    """Of a group with two members, whose view and places may be set."""
+    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
+    monkeypatch.setattr(elastic, "origin", lambda: origin)
+    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
+    monkeypatch.setattr(elastic, "places", lambda of: of.places)
+    made = door.Door(group, lambda: None, most)  # type: ignore[arg-type, return-value]
+    return made, group
+
+
 @pytest.mark.parametrize("text", ["", "x", "[]", "7", "{}", '{"host": 1}', "[" * 100_000])
 def test_what_is_no_ticket_or_world_is_none(text: str) -> None:
     board = Board(_Origin())
@@ -39,11 +49,7 @@ def test_what_is_no_ticket_or_world_is_none(text: str) -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_world_is_proposed_to_the_members_that_it_is_made_of(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
     """And not where the newcomer has become one meanwhile: it would be there twice, and wait for itself."""
-    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
-    monkeypatch.setattr(elastic, "origin", lambda: origin)
-    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
-    monkeypatch.setattr(elastic, "places", lambda of: of.places)
-    made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
+    made, group = door_of_two(monkeypatch)
 
     def waiting(*_: Any) -> list[int]:
         if changes:
@@ -58,11 +64,7 @@ def test_a_world_is_proposed_to_the_members_that_it_is_made_of(monkeypatch: pyte
 
 
 def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
-    monkeypatch.setattr(elastic, "origin", lambda: origin)
-    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
-    monkeypatch.setattr(elastic, "places", lambda of: of.places)
-    made: Any = door.Door(group, lambda: None, 2)  # type: ignore[arg-type, return-value]
+    made, _ = door_of_two(monkeypatch, 2)
     made._waiting = lambda *_: [1]
     made._board.give_up(made._board.propose(1, [1], [0, 1, 2], 5.0))
     for _ in range(2 * door.MOST_FAILURES):
@@ -72,11 +74,7 @@ def test_a_world_that_was_given_up_counts_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_meeting_that_has_failed_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a member that ends meanwhile may wait for it."""
-    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
-    monkeypatch.setattr(elastic, "origin", lambda: origin)
-    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
-    monkeypatch.setattr(elastic, "places", lambda of: of.places)
-    made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
+    made, _ = door_of_two(monkeypatch)
     made._waiting = lambda *_: [1]
     made._first_s[1] = 0.0
     seconds = []
@@ -88,11 +86,7 @@ def test_a_meeting_that_has_failed_may_take_longer(monkeypatch: pytest.MonkeyPat
 
 
 def test_nobody_goes_on_in_a_world_from_which_its_newcomers_turn_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, origin = SimpleNamespace(view=1, places=(0, 1)), _Origin()
-    monkeypatch.setattr(elastic, "origin", lambda: origin)
-    monkeypatch.setattr(elastic, "view_of", lambda of: of.view)
-    monkeypatch.setattr(elastic, "places", lambda of: of.places)
-    made: Any = door.Door(group, lambda: None, None)  # type: ignore[arg-type, return-value]
+    made, _ = door_of_two(monkeypatch)
     first = made._board.propose(1, [1, 2], [0, 1, 2, 3], 5.0)
     made._met = made._ready = first
     made._waiting = lambda *_: [1]  # the second one has died
