@@ -683,6 +683,9 @@ def gradient_memory() -> tuple[bool, int, int]:
 def group_transports(process_group: ProcessGroup) -> dict[int, str]:
     """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""
 
+def has_calls_in_flight(process_group: ProcessGroup) -> bool:
+    """Whether operations that belong to no unit have not ended."""
+
 def has_device_codec(device_type: str) -> bool:
     """Whether the core's codecs can be used on that kind of device."""
 
@@ -699,6 +702,9 @@ def load_codec(path: str) -> CodecLibrary:
     """The codec of the shared library at `path`; every call of this module knows its name from now on.
     Raises ValueError for a file that is not one.
     """
+
+def lose_member(process_group: ProcessGroup, place: int, cause: str) -> None:
+    """The present member of this number (members_of) is lost from now on."""
 
 def loss_scale_of_backward() -> float:
     """The loss scale of the backward under way; 1 where none was noted."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import torch.distributed as dist
 
@@ -19,6 +19,9 @@ LOOK_S = 0.05
 """Between two looks at the board."""
 ALIVE_S = 2.0
 """A newcomer whose count has not gone on for so long has died, or is stopped: the members do not meet it."""
+CARRIED_S = 5.0
+"""The members are sending it the state, and leave it out; its launcher kills one that is stopped sooner."""
+MOST_BETWEEN_LOOKS_S = 1.0
 GONE_S = 60.0
 """And it is not let in any more."""
 TOGETHER_S = 0.1
@@ -31,6 +34,22 @@ MEET_S = 5.0
 """A newcomer has so long to connect, and twice as long in each further try: the machines may be busy."""
 MOST_MEET_S = 20.0
 """But not longer: a member that ends meanwhile waits for it, and other newcomers do."""
+
+
+class Lives:
+    """Newcomers' counts, and for how long each has stood still. Invariant: only time counts in which this process
+    looked, so that one that was stopped itself takes nobody for dead. Used by one thread."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._seen: dict[int, tuple[int, float, float]] = {}  # by ticket: its count, when looked, and how long it stood
+
+    def still_s(self, ticket: int) -> float:
+        now_s, count = time.monotonic(), self._board.life(ticket)
+        before, looked_s, still_s = self._seen.get(ticket, (-1, now_s, 0.0))
+        still_s = still_s + min(now_s - looked_s, MOST_BETWEEN_LOOKS_S) if count == before else 0.0
+        self._seen[ticket] = (count, now_s, still_s)
+        return still_s
 
 
 class Door:
@@ -52,7 +71,8 @@ class Door:
         self._met: World | None = None  # the group is prepared for it
         self._ready: World | None = None  # that one, once its newcomers are ready, too
         self._tried = 0  # the number of the last world that this rank has tried to meet
-        self._seen: dict[int, tuple[int, float]] = {}  # by ticket: its count, and when that went on
+        self._lives = Lives(self._board)
+        self._carried: World | None = None  # whose newcomers get the state now
         self._first_s: dict[int, float] = {}  # by ticket: when it was seen first
         self._done: set[int] = set()  # tickets that were let in, refused, or whose process has died
         self._failures: dict[int, int] = {}  # by ticket: worlds with it that were given up
@@ -84,6 +104,15 @@ class Door:
         ready = self._ready
         return ready if ready is not None and ready.view == elastic.view_of(self._group) else None
 
+    @contextlib.contextmanager
+    def carrying(self, world: World) -> Iterator[None]:
+        """The members send these newcomers the state: one that shows no life meanwhile is lost. Within `held`."""
+        self._carried = world
+        try:
+            yield
+        finally:
+            self._carried = None
+
     def entered(self, world: World, view: int, left: int) -> None:
         """The members go on in it, as that view."""
         self._own.enter(world, view, left)
@@ -106,6 +135,25 @@ class Door:
                     _log.warning("newcomers cannot be let in: %s", trouble)
                 self._trouble = trouble
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """As `held`, for the thread, which meanwhile looks after those that get the state."""
+        while not self._held.acquire(timeout=LOOK_S):
+            if (world := self._carried) is not None:
+                self._look_after(world)
+        try:
+            yield
+        finally:
+            self._held.release()
+
+    def _look_after(self, world: World) -> None:
+        from ringdp import _C
+
+        for ticket in world.tickets:
+            if (still_s := self._lives.still_s(ticket)) > CARRIED_S:
+                place = self._origin.place_of(ticket)
+                _C.lose_member(self._group, place, f"it has shown no life for {still_s:.1f} s while it got the state")
+
     def _propose(self) -> None:
         view, places = elastic.view_of(self._group), list(elastic.places(self._group))  # in this order
         waiting = self._waiting(places)
@@ -124,7 +172,7 @@ class Door:
         since_s = [now_s - self._first_s.setdefault(ticket, now_s) for ticket in waiting]
         if waiting and (min(since_s) > TOGETHER_S or max(since_s) > 5 * TOGETHER_S):
             new = [self._origin.place_of(ticket) for ticket in waiting]
-            with self._held:  # while the members go on in the last one, a newcomer must not turn to another
+            with self._alone():  # while the members go on in the last one, a newcomer must not turn to another
                 if elastic.view_of(self._group) == view:
                     self._met = self._ready = None  # nor may they go on in one from which its newcomers turn away now
                     tries = max(self._failures.get(ticket, 0) for ticket in waiting)
@@ -151,14 +199,10 @@ class Door:
                 if now_s - self._first_s.setdefault(ticket, now_s) > GONE_S:
                     self._done.add(ticket)
                 continue
-            count, since_s = self._seen.get(ticket, (-1, now_s))
-            if (life := self._board.life(ticket)) != count:
-                self._seen[ticket] = (life, now_s)
-            elif now_s - since_s > GONE_S:
+            if (still_s := self._lives.still_s(ticket)) > GONE_S:
                 self._board.refuse(ticket, f"it has shown no life for {GONE_S:g} s")
                 self._done.add(ticket)
-                continue
-            elif now_s - since_s > ALIVE_S:
+            if still_s > ALIVE_S:
                 continue
             said = self._board.ticket(ticket)
             difference = "its ticket cannot be read" if said is None else said.difference(self._mine())
@@ -171,7 +215,7 @@ class Door:
         return waiting
 
     def _follow(self) -> None:
-        with self._held:
+        with self._alone():
             if self._met is not None and self._ready is None and self._board.confirmed(self._met):
                 self._ready = self._met
         latest = self._board.latest()
@@ -187,6 +231,6 @@ class Door:
             _log.debug("%s was not met: %s", latest.name, error)
             self._board.give_up(latest)
             return
-        with self._held:
+        with self._alone():
             met.prepare(self._group)
             self._met, self._ready = latest, None

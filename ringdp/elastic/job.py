@@ -52,7 +52,7 @@ class _Answer:
         world: the number of the one that it has met; 0: none.
         least: with fewer ranks it waits.
         leaves: it wants to leave.
-        busy: it has gradients that are not averaged yet, which newcomers have not.
+        busy: it has gradients that are not averaged yet, or operations of the script under way: newcomers have not.
         cost_s: what the last question has cost.
         step_s: a step takes.
     """
@@ -346,6 +346,8 @@ class Job:
 
     def _question(self, door: Door) -> None:
         """All ranks learn which of them want to leave, and whether all have met newcomers."""
+        from ringdp import _C
+
         with door.held():
             began_s = time.monotonic()
             step, asked_s, cost_s = self._asked
@@ -356,7 +358,7 @@ class Job:
             def ask() -> list[_Answer]:
                 nonlocal world, view
                 view = elastic.view_of(self._group)
-                busy = self.training.busy()
+                busy = self.training.busy() or _C.has_calls_in_flight(self._group)
                 world = door.ready()
                 number = 0 if world is None else world.number
                 mine = _Answer(number, self._min_ranks, self._leaving is not None, busy, cost_s, step_s)
@@ -392,7 +394,8 @@ class Job:
             return
         door.entered(world, world.view + 1, _C.units_left(self._group))
         self._members = tuple(world.places)
-        self._welcome(world, carried)
+        with door.carrying(world):
+            self._welcome(world, carried)
         self._changed(before, (), tuple(world.places[world.members :]), began_s)
 
     def _go_on_without(self, leaving: Sequence[int], view: int, began_s: float) -> None:
@@ -530,15 +533,15 @@ class Job:
             ticket = where.hand_in(self._ticket())
             with Alive(origin, ticket):
                 world = wait_for_entry(where, ticket, origin, self._group, lambda: self._leaving is not None)
-            began_s = time.monotonic()
+                if world is None:
+                    _log.warning("the training ended before this process could join it")
+                    raise SystemExit(0)
+                began_s = time.monotonic()
+                self._members = tuple(world.places)
+                self._place = origin.place_of(ticket)
+                self._welcome(world, None)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise HandshakeError(f"the job ended before this process could join it: {error}") from error
-        if world is None:
-            _log.warning("the training ended before this process could join it")
-            raise SystemExit(0)
-        self._members = tuple(world.places)
-        self._place = origin.place_of(ticket)
-        self._welcome(world, None)
         door.open()
         _log.warning("joined as rank %d of %d, before step %d", self._group.rank(), self._group.size(), self.step + 1)
         self._changed(world.members, (), tuple(world.places[world.members :]), began_s)

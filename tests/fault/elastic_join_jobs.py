@@ -110,7 +110,7 @@ class Book:
 
 def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), rounds (DiLoCo's, in place of a
-    RingDP), accumulate, loader, job, net (its arguments), step_s, validate (a second loader), audit."""
+    RingDP), accumulate, message (the steps at which Message begins and ends), loader, job, net (its arguments), step_s, validate (a second loader), audit."""
     book = Book(Path(folder))
     logging.getLogger("ringdp").addHandler(_Told(book))
     ringdp.init(device="cpu")
@@ -141,6 +141,7 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
 
     job.audit(options.get("audit") or Path(folder) / f"audit_{os.getpid()}.jsonl")
     every = options.get("accumulate", 1)
+    message = Message(options["message"]) if "message" in options else None
     for epoch in job.epochs(epochs or 10_000):
         for number, (_, x, y) in enumerate(loader):
             book.write("begins", step=job.step + 1, rank=ringdp.rank(), ranks=ringdp.world_size())
@@ -152,6 +153,8 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
                 optimizer.zero_grad()
             if options.get("owed") and job.step == trained.together.ended_at:
                 book.write("owed", step=job.step, now=ringdp.world_size(), owed=trained.owed())
+            if message is not None and message.passed(job.step):
+                book.write("message", step=job.step)
             time.sleep(options.get("step_s", 0.0))
             if (Path(folder) / f"leave_{os.getpid()}").exists():
                 job.leave("a file says so")
@@ -168,6 +171,28 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     job.close()
     book.write("end", step=job.step, ranks=ringdp.world_size(), print=trained.fingerprint())
     trained.save(Path(folder) / "last")
+
+
+class Message:
+    """From rank 0 to rank 1, who waits for it from one step to another: an operation outside units in flight."""
+
+    def __init__(self, steps: tuple[int, int]) -> None:
+        self._begin, self._end = steps
+        self._received = torch.zeros(4)
+        self._work: Any = None
+
+    def passed(self, step: int) -> bool:
+        """Behind each step, on all ranks."""
+        rank = ringdp.rank()
+        if step == self._begin and rank == 1:
+            self._work = torch.distributed.irecv(self._received, 0)
+        if step == self._end and rank == 0:
+            torch.distributed.send(torch.full((4,), 7.0), 1)
+        if step != self._end or self._work is None:
+            return False
+        self._work.wait()
+        assert self._received.tolist() == [7.0] * 4
+        return True
 
 
 def _finishes(folder: Path) -> bool:

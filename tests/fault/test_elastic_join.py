@@ -195,6 +195,19 @@ def test_a_newcomer_fits_into_what_the_job_uses(made: Callable[..., Jobs], optio
         job.check_each_sample_once()
 
 
+def test_nobody_comes_while_an_operation_of_the_script_is_under_way(made: Callable[..., Jobs]) -> None:
+    """It belongs to the present members: with others its answer would never come."""
+    job = made(message=(2, 60))
+    job.start(2)
+    job.join()
+    job.until_ranks(3)
+    job.wait()
+    [step] = {it["step"] for it in job.events("change") if it["joined"]}
+    assert [it["step"] for it in job.events("message")] == [60]
+    assert 60 <= step < 70
+    job.check_replicas()
+
+
 def test_a_killed_rank_is_replaced(made: Callable[..., Jobs]) -> None:
     job = made()
     job.start(3)
@@ -391,6 +404,43 @@ def test_a_newcomer_that_is_stopped_holds_nobody_up_and_joins_later(
     job.until_ranks(3)
     assert max(it["seconds"] for it in job.events("change")) < 2.0
     job.wait()
+    job.check_replicas()
+
+
+def stop_in_the_transfer() -> None:
+    from ringdp.elastic import transfer
+
+    place = transfer._place_for
+
+    def stop_first(*given: Any) -> Any:
+        transfer._place_for = place
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return place(*given)
+
+    transfer._place_for = stop_first
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])
+def test_one_that_is_stopped_in_the_transfer_with_all_of_its_host_is_left_out(
+    made: Callable[..., Jobs], others: int
+) -> None:
+    """No launcher kills it. The others go on without it, and it ends when it runs again."""
+    job = made()
+    job.start(2)
+    first = job.pids()[0]
+    job.until_step(2)
+    pid = job.join(stop_in_the_transfer)
+    for _ in range(others):
+        job.join()
+    job.until(lambda: any(it["lost"] for it in job.events("change")))
+    job.until_ranks(2 + others)
+    job.kill(pid, signal.SIGCONT)
+    assert job.code(pid) == 1
+    job.wait(dead={pid: 1})
+    [error] = job.events("error", pid)
+    assert error["type"] == "ExpelledError", error
+    [seconds] = {it["seconds"] for it in job.events("change", first) if it["lost"]}
+    assert 4.5 < seconds < 8.0
     job.check_replicas()
 
 

@@ -369,6 +369,18 @@ std::vector<int> ElasticGroup::places_of_runtime() const {
   return places_;
 }
 
+void ElasticGroup::lose(int place, const std::string& cause) {
+  std::shared_ptr<GroupHandle> group;
+  int peer = -1;
+  {
+    std::lock_guard lock(mutex_);
+    group = group_;
+    for (const int member : group->view().members)
+      if (places_[static_cast<std::size_t>(member)] == place) peer = member;
+  }
+  if (peer >= 0 && peer != group->engine()->rank()) group->engine()->healing().lose(peer, cause);
+}
+
 void ElasticGroup::prepare(NextWorld world) {
   std::lock_guard changing(change_mutex_);
   next_world_ = std::move(world);
@@ -463,6 +475,11 @@ void ElasticGroup::called(const std::vector<std::shared_ptr<Work>>& operations, 
   std::erase_if(calls_, [](const auto& it) { return it->finished() && !it->failed(); });
   if (in_order) ++called_;
   calls_.insert(calls_.end(), operations.begin(), operations.end());
+}
+
+bool ElasticGroup::has_calls_in_flight() const {
+  std::lock_guard lock(mutex_);
+  return std::any_of(calls_.begin(), calls_.end(), [](const auto& it) { return !it->finished(); });
 }
 
 void ElasticGroup::call_failed(uint64_t group, const Error& error) {

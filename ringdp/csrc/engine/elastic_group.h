@@ -130,6 +130,8 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   bool go_on_in(const std::string& world, uint64_t view);
   // The members of `view` go on without these of its ranks, which are about to leave. Returns as go_on_in.
   bool go_on_without(const std::vector<int>& ranks, uint64_t view, const std::string& cause);
+  // That member of the present view is lost from now on, if it is one.
+  void lose(int place, const std::string& cause);
   // On a newcomer, whose group has itself alone: it becomes a member of the view that go_on_in has made.
   void enter(uint64_t view, uint64_t left);
 
@@ -139,6 +141,7 @@ class ElasticGroup : public std::enable_shared_from_this<ElasticGroup> {
   std::shared_ptr<GroupHandle> group_for_call();
   // `in_order`: all members call it.
   void called(const std::vector<std::shared_ptr<Work>>& operations, bool in_order);
+  bool has_calls_in_flight() const;
   // An operation that belongs to no unit has thrown `error`: throws Error(kMembership) if the reason is a lost member.
   void call_failed(uint64_t group, const Error& error);
 

@@ -53,7 +53,7 @@ void Healing::cannot_connect(int peer, const Error& error, bool gone) {
   run(peer, [&](Link& link, Case&) {
     role_.assert_held();
     if (link.connected() || !link.usable()) return;
-    if (link.healing()) return lose(peer, error.context().cause);
+    if (link.healing()) return end(peer, error.context().cause);
     failures_.on_unreachable(peer, error, gone);
     failures_.report();
   });
@@ -66,14 +66,28 @@ bool Healing::hold(int peer) {
     if (!held) return;
     link.repair().hold();
     if (it.error) return;
-    ErrorContext context;
-    links_.peers().self().fill_self(context);
-    links_.peers().info(peer).fill_peer(context);
-    context.cause = "the connection broke";
-    context.advice = "look at that rank's own log, and at the network between the two hosts";
-    it.error = Error(ErrorKind::kPeerLost, links_.peers().info(peer).text() + ": " + context.cause, context);
+    it.error =
+        loss_of(peer, "the connection broke", "look at that rank's own log, and at the network between the two hosts");
   });
   return held;
+}
+
+Error Healing::loss_of(int peer, const std::string& cause, const std::string& advice) const {
+  ErrorContext context;
+  links_.peers().self().fill_self(context);
+  links_.peers().info(peer).fill_peer(context);
+  context.cause = cause;
+  context.advice = advice;
+  return {ErrorKind::kPeerLost, links_.peers().info(peer).text() + ": " + cause, context};
+}
+
+void Healing::lose(int peer, const std::string& cause) {
+  run(peer, [&](Link& link, Case& it) {
+    if (!link.usable()) return;
+    it.error.reset();
+    failures_.on_lost(peer, loss_of(peer, cause, "look at that rank's own log"));
+    failures_.report();
+  });
 }
 
 std::optional<uint64_t> Healing::settle(int peer) {
@@ -101,7 +115,7 @@ void Healing::resume(int peer, std::unique_ptr<Channel> channel, uint64_t taken)
     const auto before = std::exchange(it.error, std::nullopt);  // it may break again at once
     if (links_.resume(peer, std::move(channel), taken)) return note(peer, took_ms);
     it.error = before;
-    lose(peer, "it lacks frames that its host, or a proxy on the way, had acknowledged");
+    end(peer, "it lacks frames that its host, or a proxy on the way, had acknowledged");
   });
 }
 
@@ -112,7 +126,7 @@ void Healing::add_stream(int peer, Fd socket) {
 void Healing::give_up(int peer, const std::string& why) {
   run(peer, [&](Link&, Case&) {
     role_.assert_held();
-    lose(peer, why);
+    end(peer, why);
   });
 }
 
@@ -134,7 +148,7 @@ void Healing::note(int peer, int64_t took_ms) {
                     " times within a minute, and was made again each time: look at the network between them");
 }
 
-void Healing::lose(int peer, const std::string& why) {
+void Healing::end(int peer, const std::string& why) {
   const Link& link = *links_[peer];
   auto error = std::exchange(cases_[static_cast<std::size_t>(peer)].error, std::nullopt);
   if (link.broken() || link.departed() || !error) return;

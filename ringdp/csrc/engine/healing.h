@@ -43,6 +43,9 @@ class Healing final : public ConnectionUser {
   void give_up(int peer, const std::string& why) override;
   void notice(LogLevel level, const std::string& line) override { notices_.post(level, line); }
 
+  // Any thread: the peer is lost from now on, whether its connection has broken or not.
+  void lose(int peer, const std::string& cause);
+
   void wait_until_whole(Deadline deadline);  // no connection heals any more
   uint64_t healed();                         // how often one has
 
@@ -55,7 +58,8 @@ class Healing final : public ConnectionUser {
 
   // Runs `step` with the link to that peer while no thread drives, unless the engine is closed.
   void run(int peer, const std::function<void(Link& link, Case& it)>& step);
-  void lose(int peer, const std::string& why) RINGDP_REQUIRES(role_);
+  Error loss_of(int peer, const std::string& cause, const std::string& advice) const;
+  void end(int peer, const std::string& why) RINGDP_REQUIRES(role_);  // one that was to heal
   void note(int peer, int64_t took_ms) RINGDP_REQUIRES(role_);
 
   DriverRole& role_;

@@ -117,6 +117,17 @@ void bind_elastic(py::module_& module) {
       py::arg("process_group"), py::arg("view"), py::arg("left"), NoGil(),
       "On a newcomer: become a member of the view that go_on_in has made.");
   module.def(
+      "has_calls_in_flight",
+      [](const GroupPointer& group) { return required(elastic_of(group)).has_calls_in_flight(); },
+      py::arg("process_group"), "Whether operations that belong to no unit have not ended.");
+  module.def(
+      "lose_member",
+      [](const GroupPointer& group, int place, const std::string& cause) {
+        required(elastic_of(group)).lose(place, cause);
+      },
+      py::arg("process_group"), py::arg("place"), py::arg("cause"), NoGil(),
+      "The present member of this number (members_of) is lost from now on.");
+  module.def(
       "before_first_unit", [](const GroupPointer& group) { return required(elastic_of(group)).first_unit(); },
       py::arg("process_group"),
       "Whether no unit was completed in the present view, which is not the first: ranks may have entered it at "
