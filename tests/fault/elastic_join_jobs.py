@@ -110,7 +110,8 @@ class Book:
 
 def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     """One rank, from the start or joining; `options`: ringdp (RingDP's arguments), rounds (DiLoCo's, in place of a
-    RingDP), accumulate, message (the steps at which Message begins and ends), loader, job, net (its arguments), step_s, validate (a second loader), audit."""
+    RingDP), accumulate, message (the steps at which Message begins and ends), loader, job, net (its arguments), step_s,
+    validate (a second loader), audit."""
     book = Book(Path(folder))
     logging.getLogger("ringdp").addHandler(_Told(book))
     ringdp.init(device="cpu")
