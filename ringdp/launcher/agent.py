@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from ringdp import _early
 from ringdp.config import threads
-from ringdp.launcher import advice, elastic, failure, messages, metrics, processes, secret
+from ringdp.launcher import advice, door, elastic, failure, messages, metrics, processes, secret
 from ringdp.launcher.arguments import Arguments, ranks_variables
 from ringdp.launcher.logs import RankLogs, RankLogsSpecs, UsersLogsSpecs
 from ringdp.launcher.notice import Notice
@@ -69,33 +69,53 @@ class Orders:
 def run(orders: Orders) -> NoReturn:
     """Start the ranks, wait for them, report to the supervisor, and end this process. Called right after the fork."""
     code = 1
-    waiting = None
-    if orders.arguments.meeting is not None:
-        waiting = Waiting(
-            orders.arguments.meeting,
-            lambda lines: messages.post(orders.status_fd, messages.Waiting(lines=tuple(lines))),
-        )
+    waiting = passage = None
     try:
-        code = _run(orders, waiting)
+        notify_nodes = _begin(orders)
+        passage = door.enter(orders.arguments, orders.secret_file, lambda line: _say(orders, [line]))
+        if passage is not None:
+            orders = dataclasses.replace(orders, arguments=passage.arguments)
+            os.environ.update(passage.environ)
+        if orders.arguments.meeting is not None:
+            waiting = Waiting(orders.arguments.meeting, lambda lines: _say(orders, lines))
+        code = _run(orders, waiting, notify_nodes, lambda: passage.begun() if passage is not None else None)
     except (SignalException, KeyboardInterrupt):
         code = 128 + signal.SIGTERM
+    except door.RefusedError as error:
+        messages.post(orders.status_fd, messages.Broken(error=str(error)))
     except BaseException as error:
         # Among them SystemExit: nothing may unwind into the supervisor's frames, which this process shares.
         logging.getLogger("ringdp.launch").error("%s", traceback.format_exc())
         messages.post(orders.status_fd, messages.Broken(error=advice.explain(error, orders.arguments, waiting)))
     finally:
+        if passage is not None:
+            passage.way.close()
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what --run-path leaves
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _run(orders: Orders, waiting: Waiting | None) -> int:
+def _say(orders: Orders, lines: Sequence[str]) -> None:
+    messages.post(orders.status_fd, messages.Waiting(lines=tuple(lines)))
+
+
+def _begin(orders: Orders) -> list[Callable[[str], None]]:
+    """This process is the agent. Returns a list for functions that report its end to other nodes."""
     # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
     os.setpgid(0, 0)
     processes.become_subreaper()
     notify_nodes: list[Callable[[str], None]] = []  # once there is an agent
     threading.Thread(target=_watch_leash, args=(orders, notify_nodes), name="leash", daemon=True).start()
+    return notify_nodes
+
+
+def _run(
+    orders: Orders,
+    waiting: Waiting | None,
+    notify_nodes: list[Callable[[str], None]],
+    begun: Callable[[], None],
+) -> int:
     for number in _early.RANK_SIGNALS:
         # Slurm may send them to all processes of a step. A handler, as what is ignored would be ignored by the ranks.
         signal.signal(number, lambda number, _: messages.post(orders.status_fd, messages.Signalled(number=number)))
@@ -126,8 +146,11 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
             world_size=int(environ["WORLD_SIZE"]),
             threads=os.environ.get("OMP_NUM_THREADS"),
             ranks=tuple(ranks),
+            elastic=args.elastic,
+            max_restarts=args.max_restarts,
         )
         messages.post(orders.status_fd, message)
+        begun()
         if waiting is not None:
             waiting.end()
 
@@ -160,7 +183,7 @@ def _run(orders: Orders, waiting: Waiting | None) -> int:
         messages.post(orders.status_fd, messages.Lost(failures=_rank_failures(failures, stopped)))
 
     def say(line: str) -> None:
-        messages.post(orders.status_fd, messages.Waiting(lines=(line,)))
+        _say(orders, [line])
 
     def replacing(most: int) -> elastic.Replacing:
         def started(logs: RankLogs) -> None:

@@ -246,8 +246,18 @@ def get_parser() -> argparse.ArgumentParser:
         action=env,
         default=None,
         metavar="HOST:PORT",
-        help="Start ranks that join the elastic job whose --rdzv-endpoint this is, with its --secret-file, and its "
-        "--rdzv-id where several jobs meet there. The script is the job's, and has ringdp.elastic.Job.",
+        help="Start ranks of the job whose --door this is, with its --secret-file. Or ranks that join the elastic job "
+        "whose --rdzv-endpoint this is, and its --rdzv-id where several jobs meet there; the script then has "
+        "ringdp.elastic.Job.",
+    )
+    group.add_argument(
+        "--door",
+        action=env,
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="Open one port of this host to the other --nnodes - 1 hosts, and no other: they start with --join "
+        "HOST:PORT and the same --secret-file, and need no open port. 0: any port.",
     )
     group.add_argument(
         "--max-replacements",
@@ -361,7 +371,7 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         log_dir=Path(args.log_dir) if args.log_dir else None,
         grace_s=grace_s,
         placement=placement,
-        meeting=_meeting(args) if max_nodes > 1 and placement is None else None,
+        meeting=meeting_of(args) if max_nodes > 1 and placement is None else None,
         signals=tuple(name.strip() for name in args.signals_to_handle.split(",") if name.strip()),
     )
 
@@ -391,6 +401,8 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
                 "--join names the job, and this launcher starts the ranks of this host alone: leave out --nnodes,"
                 " --rdzv-endpoint, --rdzv-backend, -H and --hostfile"
             )
+    if args.door is not None:
+        _check_door(args, placement)
     if args.notice_cmd is not None and not args.elastic:
         raise ValueError("--notice-cmd needs --elastic")
     if (args.min_ranks, args.max_ranks) != (None, None) and not args.elastic:
@@ -409,6 +421,30 @@ def _check_elastic(args: argparse.Namespace, max_nodes: int, placement: Placemen
             "--nnodes with a minimum and a maximum needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where hosts"
             " that come later find the job"
         )
+
+
+def _check_door(args: argparse.Namespace, placement: Placement | None) -> None:
+    """Check the flags that --door excludes: all of these say where launchers meet."""
+    if not 0 <= args.door <= 65535:
+        raise ValueError(f"--door must be a port up to 65535, got {args.door}")
+    elsewhere = {"--join": args.join is not None, "-H or --hostfile": placement is not None}
+    elsewhere |= {"--rdzv-endpoint": bool(args.rdzv_endpoint), "--rdzv-backend": args.rdzv_backend != "static"}
+    elsewhere |= {"--standalone": args.standalone, "--node-rank": args.node_rank != 0}
+    elsewhere |= {"--master-port": args.master_port is not None}
+    if given := [name for name, one in elsewhere.items() if one]:
+        raise ValueError(f"--door is where the launchers meet: leave out {given[0]}")
+    if not (args.secret_file or os.environ.get("RINGDP_SECRET_FILE")):
+        raise ValueError(
+            "--door needs --secret-file, the same file on all hosts, by which they prove that they belong to the job;"
+            " make one with: (umask 077; openssl rand -hex 32 > secret)"
+        )
+    least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    if least != most:
+        raise ValueError(
+            f"--door needs the number of hosts that start together (--nnodes {most}); with --elastic others may come later"
+        )
+    if most == 1 and not args.elastic:
+        raise ValueError("--door with one host and without --elastic lets nobody in: give --nnodes, or --elastic")
 
 
 def _check_metrics(args: argparse.Namespace) -> None:
@@ -494,7 +530,7 @@ def join_running(arguments: Arguments) -> Arguments:
     args = arguments.torchrun
     if not args.elastic or args.rdzv_backend != "c10d" or arguments.placement is not None:
         return arguments
-    meeting = arguments.meeting or _meeting(args)
+    meeting = arguments.meeting or meeting_of(args)
     if meeting.port == 0 or not joining.running(meeting.host, meeting.port, meeting.run_id):
         return arguments
     if meeting.nodes == 1:
@@ -552,7 +588,7 @@ def _placement(args: argparse.Namespace, argv: list[str]) -> Placement | None:
     )
 
 
-def _meeting(args: argparse.Namespace) -> Meeting:
+def meeting_of(args: argparse.Namespace) -> Meeting:
     """The rendezvous of the nodes, as torch is going to see it."""
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
     settings = _parse_rendezvous_config(args.rdzv_conf or "")

@@ -112,7 +112,8 @@ def report_to(
             running({worker_group.workers[local].global_rank: pid for local, pid in started.items()})
             if lost is not None and worker_group.group_rank == 0 and worker_group.master_port:
                 address = f"[{worker_group.master_addr}]:{worker_group.master_port}"
-                joining.publish(worker_group.store, worker_group.spec.rdzv_handler.get_run_id(), address)
+                if "RINGDP_DOOR" not in os.environ:  # where all find the ranks' store by themselves
+                    joining.publish(worker_group.store, worker_group.spec.rdzv_handler.get_run_id(), address)
                 self._guests = joining.Guests(worker_group.master_addr, worker_group.master_port)
             if self._guest is None and (where := joins()) is not None:
                 self._guest, self._guests = joining.Guest(*where), None

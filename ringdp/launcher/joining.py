@@ -57,6 +57,15 @@ def running(host: str, port: int, run_id: str) -> bool:
     return True
 
 
+def is_store(host: str, port: int) -> bool:
+    """Whether a store of torch answers there."""
+    try:
+        _open(host, port).check([JOB_START])
+    except (dist.DistNetworkError, dist.DistStoreError, OSError):
+        return False
+    return True
+
+
 def _open(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
 

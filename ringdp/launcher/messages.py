@@ -20,12 +20,15 @@ class Started:
         world_size: ranks of the job.
         threads: OMP_NUM_THREADS of each rank; None where it is not set.
         ranks: those on this host.
+        elastic, max_restarts: of the job, which a door may have said.
     """
 
     attempt: int
     world_size: int
     threads: str | None
     ranks: tuple[RankLogs, ...]
+    elastic: bool
+    max_restarts: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

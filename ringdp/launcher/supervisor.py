@@ -247,6 +247,8 @@ class Supervisor:
             self._note_replacement(message.logs)
         else:
             self._started = message
+            args = self._arguments.torchrun
+            args.elastic, args.max_restarts = message.elastic, message.max_restarts
             self._lost.clear()
             self._passed_on.starting()
             self._console.lines("stderr", self._greeting(message))

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rounds": {"errors", "values", "refusals", "config", "job", "compression", "ddp", "_C"},
     "elastic": {"", "errors", "values", "refusals", "text", "config", "job", "data", "ddp", "rounds", "_C"},
     "script": {"errors", "values", "config", "job", "data", "ddp"},
-    "launcher": {"", "_early", "errors", "stories", "refusals", "config", "diagnosis"},
+    "launcher": {"", "_early", "errors", "stories", "refusals", "config", "diagnosis", "_C"},
     "launch": {"launcher", "job"},
     "_autoload": {"job"},
     # The face names what is public, and loads it when it is used.

@@ -51,8 +51,9 @@ using Nonce = std::array<std::byte, kNonceBytes>;
 
 enum class HandshakeType : uint32_t { kHello = 1, kReply = 2, kRefusal = 3, kConfirm = 4, kKnock = 5, kResume = 6 };
 
-// What a connection is for: the first one of a pair, or another one in place of one that has broken.
-enum class Purpose : uint8_t { kMeet = 0, kResume = 1 };
+// What a connection is for: the first one of a pair, another one in place of one that has broken, or a launcher's with
+// the door of its job (ringdp/launcher/door).
+enum class Purpose : uint8_t { kMeet = 0, kResume = 1, kDoor = 2 };
 
 // Why an authenticated peer is turned away, as a number on the wire.
 enum class Refusal : uint32_t {

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_work(module);
   ringdp::bind_process_group(module);
   ringdp::bind_elastic(module);
+  ringdp::bind_door(module);
   ringdp::bind_python_stacks(module);
   ringdp::bind_watchdog(module);
   ringdp::bind_reductions(module);

@@ -19,6 +19,7 @@ inline std::shared_ptr<pybind11::function> shared_function(pybind11::function fu
 
 void bind_compression(pybind11::module_& module);
 void bind_cuda_kernels(pybind11::module_& module);
+void bind_door(pybind11::module_& module);
 void bind_elastic(pybind11::module_& module);
 void bind_gradient_marks(pybind11::module_& module);
 void bind_watchdog(pybind11::module_& module);

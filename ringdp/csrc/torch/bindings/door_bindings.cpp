@@ -1,0 +1,60 @@
+// What the launcher's door is made of: the messages of a handshake, and relayed connections.
+#include <array>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "meet/handshake.h"
+#include "torch/bindings/bindings.h"
+#include "transport/relay.h"
+
+namespace ringdp {
+namespace {
+
+namespace py = pybind11;
+
+std::span<const std::byte> view_of(const std::string& bytes) { return std::as_bytes(std::span(bytes)); }
+
+py::bytes seal(const std::string& secret, const std::string& transcript, uint32_t type, uint64_t number) {
+  HandshakeFields fields;
+  fields.type = static_cast<HandshakeType>(type);
+  fields.purpose = Purpose::kDoor;
+  fields.number = number;
+  random_bytes(fields.nonce);
+  const HandshakeMessage message = encode_handshake(fields, view_of(secret), view_of(transcript));
+  return {reinterpret_cast<const char*>(message.data()), message.size()};
+}
+
+// Type, version and number; nullopt: not a message of a door, or of another secret.
+std::optional<std::tuple<uint32_t, uint32_t, uint64_t>> open(const std::string& secret, const std::string& transcript,
+                                                             const std::string& bytes) {
+  HandshakeMessage message{};
+  if (bytes.size() != message.size()) return std::nullopt;
+  std::copy_n(view_of(bytes).begin(), message.size(), message.begin());
+  const auto fields = decode_handshake(message, view_of(secret), view_of(transcript));
+  if (!fields || fields->purpose != Purpose::kDoor) return std::nullopt;
+  return std::tuple(static_cast<uint32_t>(fields->type), fields->version, fields->number);
+}
+
+}  // namespace
+
+void bind_door(py::module_& module) {
+  module.attr("PROTOCOL_VERSION") = kProtocolVersion;
+  module.attr("HANDSHAKE_BYTES") = kHandshakeBytes;
+  module.def("seal_door_message", &seal, py::arg("secret"), py::arg("transcript"), py::arg("type"), py::arg("number"),
+             "A message of a handshake (docs/reference/wire_format.md) with a door.");
+  module.def("open_door_message", &open, py::arg("secret"), py::arg("transcript"), py::arg("message"),
+             "Its type, protocol version and number; None: it is none, or of another secret.");
+  py::class_<Relay>(module, "Relay", "Moves bytes between pairs of sockets, in a thread of its own.")
+      .def(py::init<>())
+      .def(
+          "join", [](Relay& relay, int one, int other) { relay.join(Fd(one), Fd(other)); }, py::arg("one"),
+          py::arg("other"), "Takes both descriptors over.")
+      .def_property_readonly("pairs", [](const Relay& relay) { return relay.counts().pairs; })
+      .def_property_readonly("bytes", [](const Relay& relay) { return relay.counts().bytes; });
+}
+
+}  // namespace ringdp

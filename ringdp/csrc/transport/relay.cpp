@@ -1,0 +1,197 @@
+#include "transport/relay.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/congestion.h"
+#include "transport/tcp.h"
+
+namespace ringdp {
+namespace {
+
+constexpr int kPipeBytes = 1 << 20;
+constexpr std::size_t kTurnBytes = std::size_t{4} << 20;  // of one pair before the next one's turn
+constexpr int kLookMs = 1000;
+
+// A pipe holds pages, and a packet may fill a small part of one: so the kernel decides when it is full.
+bool would_wait(int error_number) { return error_number == EAGAIN || error_number == EWOULDBLOCK; }
+
+void prepare(int socket) {
+  const int flags = fcntl(socket, F_GETFL);
+  fcntl(socket, F_SETFL, flags | O_NONBLOCK);
+  const int on = 1;
+  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace
+
+Relay::Relay() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_ || !wakeup_) throw_system("make the descriptors of a relay", errno);
+  epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) != 0) throw_system("watch a descriptor", errno);
+  thread_ = std::make_unique<std::thread>([this] { run(); });
+  pthread_setname_np(thread_->native_handle(), "relay");
+}
+
+Relay::~Relay() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
+  thread_->join();
+}
+
+void Relay::join(Fd one, Fd other) {
+  Pair pair{.one = std::move(one), .other = std::move(other), .there = {}, .back = {}};
+  auto open = [](Way& way, int from, int to) {
+    std::array<int, 2> ends{};
+    if (pipe2(ends.data(), O_NONBLOCK | O_CLOEXEC) != 0) throw_system("make a pipe for a relayed connection", errno);
+    way.out = Fd(ends[0]);
+    way.in = Fd(ends[1]);
+    way.from = from;
+    way.to = to;
+    fcntl(ends[1], F_SETPIPE_SZ, kPipeBytes);  // a smaller one will do
+  };
+  open(pair.there, pair.one.get(), pair.other.get());
+  open(pair.back, pair.other.get(), pair.one.get());
+  for (const int socket : {pair.one.get(), pair.other.get()}) {
+    prepare(socket);
+    if (SocketAddress::far_end_of(socket).is_loopback()) continue;
+    ask_for_congestion(socket, kAutomaticCongestion);
+    pair.hosts.emplace_back(socket);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    coming_.push_back(std::move(pair));
+  }
+  const uint64_t word = 1;
+  [[maybe_unused]] const auto written = write(wakeup_.get(), &word, sizeof word);
+}
+
+Relay::Counts Relay::counts() const {
+  std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+bool Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
+  constexpr unsigned kFlags = SPLICE_F_MOVE | SPLICE_F_NONBLOCK;
+  for (bool moved = true; moved && budget > 0;) {
+    moved = false;
+    if (!ended) {
+      const ssize_t count = splice(from, nullptr, in.get(), nullptr, std::min<std::size_t>(budget, kPipeBytes), kFlags);
+      if (count > 0) {
+        held += static_cast<std::size_t>(count);
+        moved = true;
+      } else if (count == 0) {
+        ended = true;
+      } else if (errno == EINTR) {
+        moved = true;
+      } else if (!would_wait(errno)) {
+        return false;
+      }
+    }
+    if (held > 0) {
+      const ssize_t count = splice(out.get(), nullptr, to, nullptr, held, kFlags);
+      if (count > 0) {
+        held -= static_cast<std::size_t>(count);
+        bytes += static_cast<uint64_t>(count);
+        budget -= std::min(budget, static_cast<std::size_t>(count));
+        moved = true;
+      } else if (count < 0 && errno == EINTR) {
+        moved = true;
+      } else if (count < 0 && !would_wait(errno)) {
+        return false;
+      }
+    }
+  }
+  if (ended && held == 0 && !passed_on) {
+    shutdown(to, SHUT_WR);
+    passed_on = true;
+  }
+  return true;
+}
+
+bool Relay::pump(Pair& pair) {
+  uint64_t bytes = 0;
+  std::size_t there = kTurnBytes, back = kTurnBytes;
+  const bool whole = pair.there.move(bytes, there) && pair.back.move(bytes, back);
+  pair.waits = there == 0 || back == 0;
+  if (bytes > 0) {
+    std::lock_guard lock(mutex_);
+    counts_.bytes += bytes;
+  }
+  return whole && !(pair.there.over() && pair.back.over());
+}
+
+void Relay::drop(std::list<Pair>::iterator pair) {
+  // What is left unsent is thrown away: both ends learn that the connection has ended.
+  pairs_.erase(pair);
+  std::lock_guard lock(mutex_);
+  counts_.pairs = pairs_.size() + coming_.size();
+}
+
+void Relay::look_at_hosts() {
+  if (Clock::now() - looked_at_ < std::chrono::milliseconds(kLookMs)) return;
+  looked_at_ = Clock::now();
+  for (auto it = pairs_.begin(); it != pairs_.end();) {
+    auto pair = it++;
+    const bool silent = std::any_of(pair->hosts.begin(), pair->hosts.end(),
+                                    [](TcpWatch& host) { return host.host_silence_ms() > kSilenceMs; });
+    if (silent) drop(pair);
+  }
+}
+
+void Relay::run() {
+  std::array<epoll_event, 64> events{};
+  bool waits = false;
+  for (;;) {
+    const int count = epoll_wait(epoll_.get(), events.data(), events.size(), waits ? 0 : kLookMs);
+    for (int i = 0; i < count; ++i)
+      if (events[i].data.ptr != nullptr) static_cast<Pair*>(events[i].data.ptr)->waits = true;
+    std::list<Pair> coming;
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) break;
+      coming.swap(coming_);
+      counts_.pairs = pairs_.size() + coming.size();
+    }
+    uint64_t word = 0;
+    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
+    for (Pair& pair : coming) {
+      pair.waits = true;
+      for (const int socket : {pair.one.get(), pair.other.get()}) {
+        epoll_event event{.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data = {.ptr = &pair}};
+        epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket, &event);
+      }
+    }
+    pairs_.splice(pairs_.end(), coming);  // their places in memory stay
+    waits = false;
+    for (auto it = pairs_.begin(); it != pairs_.end();) {
+      auto pair = it++;
+      if (!pair->waits) continue;
+      if (!pump(*pair)) {
+        drop(pair);
+      } else {
+        waits = waits || pair->waits;
+      }
+    }
+    look_at_hosts();
+  }
+  pairs_.clear();
+}
+
+}  // namespace ringdp

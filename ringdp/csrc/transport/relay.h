@@ -1,0 +1,71 @@
+// Relay: moves bytes between pairs of connected sockets, as long as both ends of a pair live, in both directions and
+// through the kernel alone (splice(2)). Invariant: a pair has one pipe each way, and no byte is in a pipe whose reading
+// side has ended. A host that is silent for too long ends its pairs. Owned by a launcher, which has one thread "relay"
+// for all of its pairs; `join` and `counts` are for any thread.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "transport/tcp_health.h"
+
+namespace ringdp {
+
+class Relay {
+ public:
+  static constexpr int64_t kSilenceMs = 8000;
+
+  struct Counts {
+    std::size_t pairs = 0;  // now
+    uint64_t bytes = 0;     // moved so far, both ways
+  };
+
+  Relay();
+  ~Relay();  // ends all pairs
+  Relay(const Relay&) = delete;
+  Relay& operator=(const Relay&) = delete;
+
+  // What comes on one is sent on the other from now on. Throws Error(kSystem) for want of descriptors.
+  void join(Fd one, Fd other);
+  Counts counts() const;
+
+ private:
+  struct Way {
+    int from = -1, to = -1;
+    Fd out{}, in{};                                   // the pipe's ends, to read and to write
+    std::size_t held = 0;                             // bytes in the pipe
+    bool ended = false;                               // `from` has no more bytes
+    bool passed_on = false;                           // `to` knows that
+    bool move(uint64_t& bytes, std::size_t& budget);  // false: broken
+    bool over() const { return passed_on; }
+  };
+  struct Pair {
+    Fd one, other;
+    Way there, back;
+    std::vector<TcpWatch> hosts{};  // of those ends that are not on this host
+    bool waits = false;             // has more to move
+  };
+
+  void run();
+  bool pump(Pair& pair);  // false: it is over
+  void look_at_hosts();
+  void drop(std::list<Pair>::iterator pair);
+
+  Fd epoll_, wakeup_;
+  std::list<Pair> pairs_;  // of the thread
+  Clock::time_point looked_at_ = Clock::now();
+
+  mutable std::mutex mutex_;  // guards the members below
+  std::list<Pair> coming_;
+  Counts counts_;
+  bool stopping_ = false;
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace ringdp

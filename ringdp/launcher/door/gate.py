@@ -1,0 +1,170 @@
+"""A launcher's way through the door of a job on another host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringdp import __version__
+from ringdp.launcher.door import local, proof
+from ringdp.launcher.door.head import BEAT_S, LINE_BYTES, SILENT_S, About
+from ringdp.launcher.door.local import LOOPBACK, Local, Loop
+
+_AGAIN_S = 1.0
+_FIRST_NOTICE_S, _NOTICE_EVERY_S = 3.0, 10.0
+_log = logging.getLogger("ringdp.launch")
+
+
+class RefusedError(Exception):
+    """The door does not let this host in; says why.
+
+    Attributes:
+        no_door: what listens there is none, or has another secret.
+    """
+
+    def __init__(self, text: str, *, no_door: bool = False) -> None:
+        super().__init__(text)
+        self.no_door = no_door
+
+
+class Gate:
+    """Invariant: once `enter` has returned, this host has its number for good, and keeps one connection by which it is
+    called, made again where it ends. All but `enter` and `close` runs in the loop's thread.
+
+    Attributes:
+        store_port: on loopback, forwarded to the job's store.
+        folder: see `Local`.
+
+    Args:
+        where: the door's host and port.
+    """
+
+    def __init__(self, where: tuple[str, int], secret: bytes) -> None:
+        self._where, self._secret = where, secret
+        self._loop = Loop()
+        self._local = Local(self._loop, secret, self._reach)
+        self.folder = self._local.folder
+        self._store = local.listen(LOOPBACK, 0)
+        self.store_port: int = self._store.getsockname()[1]
+
+    def enter(self, timeout_s: float, say: Callable[[str], None]) -> tuple[About, int]:
+        """Register this host; tries until somebody answers. Returns the job, and the number of this host: from
+        `About.nodes` on, it has come later.
+
+        Raises:
+            RefusedError: it is not let in, or nobody answers.
+        """
+        host, port = self._where
+        began_s, notice_s = time.monotonic(), _FIRST_NOTICE_S
+        while True:
+            try:
+                about, node = self._loop.run(self._register())
+                return about, node
+            except (OSError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            except proof.NotProvenError as error:
+                raise RefusedError(
+                    f"{host}:{port} does not let this host in: {error}. Is it the port of --door, and --secret-file the"
+                    " file of the job's first launcher?",
+                    no_door=True,
+                ) from error
+            waited_s = time.monotonic() - began_s
+            if waited_s > timeout_s:
+                raise RefusedError(f"nobody opens the door at {host}:{port}: {why}; --rdzv-timeout waits longer")
+            if waited_s > notice_s:
+                say(f"waits for the door at {host}:{port}, since {waited_s:.0f} s: {why}")
+                notice_s += _NOTICE_EVERY_S
+            time.sleep(_AGAIN_S)
+
+    def close(self) -> None:
+        self._store.close()
+        self._local.close()
+
+    async def _dial(self, kind: proof.Kind, value: int = 0) -> socket.socket:
+        connection = await local.connect(*self._where)
+        try:
+            await proof.ask(connection, self._secret, kind, value)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _register(self, node: int | None = None) -> tuple[About, int]:
+        """`node`: the number that this host has, whose connection has ended."""
+        connection = await self._dial(proof.Kind.REGISTER)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
+        me = {"host": socket.gethostname(), "version": __version__} | ({} if node is None else {"node": node})
+        writer.write(json.dumps(me).encode() + b"\n")
+        while (line := await asyncio.wait_for(reader.readline(), SILENT_S)) == b"\n":
+            pass  # a sign of life: it waits until the job has begun
+        said: dict[str, Any] = json.loads(line) if line else {"refused": "it closed the connection"}
+        if "refused" in said:
+            writer.close()
+            raise RefusedError(f"{self._where[0]}:{self._where[1]} does not let this host in: {said['refused']}")
+        if node is None:
+            self._local.open(said["node"])
+            self._loop.begin(local.serve(self._loop, self._store, self._forward))
+        self._loop.begin(self._follow(reader, writer, said["node"]))
+        return About(**{name: said[name] for name in ("nodes", "run_id", "elastic", "max_restarts")}), said["node"]
+
+    async def _forward(self, connection: socket.socket) -> Callable[[], Any]:
+        """To the store. It listens on loopback, where the store itself would let anybody in."""
+
+        async def join() -> None:
+            try:
+                other = await self._dial(proof.Kind.STORE)
+            except BaseException:
+                connection.close()
+                raise
+            self._loop.join(connection, other)
+
+        return join
+
+    async def _reach(self, node: int, port: int) -> socket.socket:
+        return await self._dial(proof.Kind.RELAY, proof.place_of(node, port))
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int) -> None:
+        """Until the connection with the door ends; then makes another one."""
+
+        async def beat() -> None:
+            while True:
+                writer.write(b"\n")
+                await asyncio.sleep(BEAT_S)
+
+        beats = asyncio.create_task(beat())
+        why: BaseException | str = "it closed it"
+        try:
+            while line := await asyncio.wait_for(reader.readline(), SILENT_S):
+                words = line.split()
+                if len(words) == 3 and words[0] == b"call":
+                    self._loop.begin(self._answer(int(words[1]), int(words[2])))
+        except (TimeoutError, ValueError, OSError) as error:
+            why = error
+        finally:
+            beats.cancel()
+            writer.close()
+        _log.warning("the connection with the door has ended: %s", why or type(why).__name__)
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            try:
+                await self._register(node)
+                return
+            except RefusedError as error:
+                _log.warning("%s", error)
+                return
+            except (OSError, TimeoutError, ValueError, proof.NotProvenError) as error:
+                _log.debug("the door does not answer: %s", error)
+
+    async def _answer(self, call: int, port: int) -> None:
+        rank = await self._local.rank_at(port)
+        try:
+            connection = await self._dial(proof.Kind.ANSWER, call)
+        except BaseException:
+            rank.close()
+            raise
+        self._loop.join(rank, connection)

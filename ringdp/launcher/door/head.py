@@ -1,0 +1,228 @@
+"""The door: the one public port of a job, in the launcher of the host that can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ringdp import __version__
+from ringdp.launcher.door import local, proof
+from ringdp.launcher.door.local import LOOPBACK, Local, Loop
+
+CALL_S = 8.0
+"""For a launcher that is called to dial back."""
+BEAT_S = 2.0
+SILENT_S = 10.0
+LINE_BYTES = 4096
+_log = logging.getLogger("ringdp.launch")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """The job, for those who come.
+
+    Attributes:
+        nodes: hosts that start together.
+        run_id: its name in the store.
+        elastic: others may come later.
+        max_restarts: of all launchers.
+    """
+
+    nodes: int
+    run_id: str
+    elastic: bool
+    max_restarts: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Launcher:
+    """Of another host, that is registered."""
+
+    node: int
+    host: str
+    writer: asyncio.StreamWriter
+
+
+class Door:
+    """Invariant: `_launchers` has those whose connection lives, by node; node 0 is this host. All but `begun` and
+    `close` runs in the loop's thread.
+
+    Attributes:
+        port: at which others dial.
+        store_port: of the job's store on loopback.
+        folder: see `Local`.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+
+    def __init__(self, port: int, secret: bytes, about: About, came: Callable[[str], None]) -> None:
+        """`came`: is given a line where another host has come."""
+        self._about, self._secret, self._came = about, secret, came
+        self._public = local.listen("", port)
+        self.port: int = self._public.getsockname()[1]
+        self._store, self.store_port = loopback_store()
+        self._loop = Loop()
+        self._local = Local(self._loop, secret, self._reach)
+        self.folder = self._local.folder
+        self._launchers: dict[int, _Launcher] = {}
+        self._next_node = about.nodes  # of those that come later
+        self._begun = asyncio.Event()
+        self._calls: dict[int, asyncio.Future[socket.socket]] = {}
+        self._last_call = 0
+        self._loop.run(self._open())
+
+    def begun(self) -> None:
+        """The ranks of all hosts have been started: who comes now, comes later."""
+        self._loop.call(self._begun.set)
+
+    def close(self) -> None:
+        self._public.close()
+        self._local.close()
+
+    async def _open(self) -> None:
+        self._local.open(0)
+        self._loop.begin(local.serve(self._loop, self._public, self._greet))
+
+    async def _greet(self, connection: socket.socket) -> Callable[[], Any]:
+        kind, value = await proof.hear(connection, self._secret)
+        if kind is proof.Kind.ANSWER:
+            return lambda: self._answered(connection, value)
+        if kind is proof.Kind.REGISTER:
+            return lambda: self._register(connection)
+        node, port = proof.node_and_port(value)
+
+        async def join() -> None:
+            try:
+                other = await (
+                    local.connect(LOOPBACK, self.store_port)
+                    if kind is proof.Kind.STORE
+                    else self._local.rank_at(port)
+                    if node == 0
+                    else self._reach(node, port)
+                )
+            except BaseException:
+                connection.close()
+                raise
+            self._loop.join(connection, other)
+
+        return join
+
+    # Relayed connections.
+
+    async def _reach(self, node: int, port: int) -> socket.socket:
+        """Call the launcher of that node: it connects with its rank, and dials back."""
+        launcher = self._launchers.get(node)
+        if launcher is None:
+            raise ConnectionRefusedError(f"no launcher of node {node} is registered")
+        self._last_call += 1
+        call = self._last_call
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            launcher.writer.write(f"call {call} {port}\n".encode())
+            return await asyncio.wait_for(answer, CALL_S)
+        finally:
+            self._calls.pop(call, None)
+
+    def _answered(self, connection: socket.socket, call: int) -> None:
+        answer = self._calls.pop(call, None)
+        if answer is None or answer.done():
+            connection.close()
+        else:
+            answer.set_result(connection)
+
+    # Launchers of other hosts.
+
+    async def _register(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
+        launcher = None
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                writer.write(b"\n")
+
+        beats = asyncio.create_task(beat())
+        try:
+            said = _read(await asyncio.wait_for(reader.readline(), proof.ANSWER_S))
+            if self._full and self._about.elastic:
+                await self._begun.wait()
+            node, why = self._place(said)
+            if node is None:
+                writer.write(_line({"refused": why}))
+                await writer.drain()
+                return
+            launcher = self._launchers[node] = _Launcher(node, str(said.get("host", "?"))[:64], writer)
+            writer.write(_line(dataclasses.asdict(self._about) | {"node": node}))
+            await writer.drain()
+            missing = sum(one not in self._launchers for one in range(1, self._about.nodes))
+            if "node" not in said:
+                rest = f", {missing} more to come" if missing else ""
+                self._came(f"{launcher.host} has come through the door, as node {node}{rest}")
+            while await asyncio.wait_for(reader.readline(), SILENT_S):
+                pass
+        finally:
+            beats.cancel()
+            if launcher is not None and self._launchers.get(launcher.node) is launcher:
+                del self._launchers[launcher.node]
+            writer.close()
+
+    @property
+    def _full(self) -> bool:
+        """All hosts are there that start together."""
+        return all(node in self._launchers for node in range(1, self._about.nodes))
+
+    def _place(self, said: dict[str, Any]) -> tuple[int | None, str]:
+        """The number of a host that comes; None: it cannot, and why."""
+        if said.get("version") != __version__:
+            return None, f"it has ringdp {said.get('version')}, the job {__version__}"
+        known = said.get("node")
+        if isinstance(known, int) and 0 < known < self._next_node:
+            return known, ""  # its connection has ended
+        if not self._begun.is_set() and not self._full:
+            return next(node for node in range(1, self._about.nodes) if node not in self._launchers), ""
+        if not self._about.elastic:
+            return None, f"the job has all of its {self._about.nodes} hosts, and is not elastic (--elastic)"
+        self._next_node += 1
+        return self._next_node - 1, ""
+
+
+def loopback_store() -> tuple[TCPStore, int]:
+    """A store that listens on loopback alone, and its port. torch's own would listen on all addresses; stores that are
+    opened later in this process at this port share it."""
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return (
+        TCPStore(
+            LOOPBACK,
+            port,
+            None,
+            True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            multi_tenant=True,
+        ),
+        port,
+    )
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise proof.NotProvenError("it has sent no line of JSON")
+    return content

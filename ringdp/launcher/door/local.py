@@ -1,0 +1,185 @@
+"""A launcher's side towards the ranks of its own host, and the thread in which doors and gates run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ringdp.launcher.door import proof
+
+LOOPBACK = "127.0.0.1"
+_PROVE_S = 2.0  # for a connection to prove what it is
+_MOST_UNPROVED = 64
+_BACKLOG = 1024
+_log = logging.getLogger("ringdp.launch")
+
+
+class Loop:
+    """The thread "ringdp-door" with an event loop, and the relay. One for each launcher; ends with its process."""
+
+    def __init__(self) -> None:
+        from ringdp import _C
+
+        self.relay = _C.Relay()
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        threading.Thread(target=self._loop.run_forever, name="ringdp-door", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+        """Run it there, and wait for its result. From another thread."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, what: Callable[[], Any]) -> None:
+        """Have the loop's thread call it."""
+        self._loop.call_soon_threadsafe(what)
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run it there. Its exceptions are the end of it alone. From the loop's own thread."""
+        task = self._loop.create_task(_alone(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def join(self, one: socket.socket, other: socket.socket) -> None:
+        """From now on the relay moves their bytes."""
+        self.relay.join(one.detach(), other.detach())
+
+
+async def _alone(work: Coroutine[Any, Any, Any]) -> None:
+    try:
+        await work
+    except (OSError, TimeoutError, proof.NotProvenError) as error:
+        _log.debug("a connection through the door ended: %s: %s", type(error).__name__, error)
+
+
+async def serve(
+    loop: Loop, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[Callable[[], Any] | None]]
+) -> None:
+    """Accept connections. `greet` proves one within two seconds, and returns what happens then.
+
+    At most so many are unproved at a time: of more the oldest is closed, so that strangers cost this process no more.
+    """
+    listener.setblocking(False)
+    unproved: dict[socket.socket, None] = {}
+
+    async def meet(connection: socket.socket) -> None:
+        then = None
+        try:
+            then = await asyncio.wait_for(greet(connection), _PROVE_S)
+        finally:
+            unproved.pop(connection, None)
+            if then is None:
+                connection.close()
+        if then is not None:
+            result = then()
+            if asyncio.iscoroutine(result):
+                await result
+
+    while True:
+        try:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:  # descriptors are short
+            _log.debug("the door accepts nobody: %s", error)
+            await asyncio.sleep(0.1)
+            continue
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unproved[connection] = None
+        if len(unproved) > _MOST_UNPROVED:
+            oldest = next(iter(unproved))
+            del unproved[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        loop.begin(meet(connection))
+
+
+async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> socket.socket:
+    """A connection with the first address of that name that answers.
+
+    Raises:
+        OSError: none does.
+    """
+    loop = asyncio.get_running_loop()
+    problem: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        connection.setblocking(False)
+        try:
+            await asyncio.wait_for(loop.sock_connect(connection, address), timeout_s)
+        except (OSError, TimeoutError) as error:
+            connection.close()
+            problem = error if isinstance(error, OSError) and error.errno else OSError(f"no answer in {timeout_s:g} s")
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    raise problem
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Raises OSError where it cannot."""
+    if address:
+        return socket.create_server((address, port), backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+
+
+class Local:
+    """The folder by which ranks of this host and their launcher find each other: "door" in it names the port that ranks
+    dial, and the number of this host; a file named by its port stands for each port at which a rank listens. Invariant:
+    this process connects others to such a port alone.
+
+    Args:
+        reach: connects with a rank by its node and port; of other hosts.
+    """
+
+    def __init__(self, loop: Loop, secret: bytes, reach: Callable[[int, int], Awaitable[socket.socket]]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ringdp-door-"))  # of mode 0700
+        self._loop, self._secret, self._reach = loop, secret, reach
+        self._listener = listen(LOOPBACK, 0)
+
+    def open(self, node: int) -> None:
+        """This host is that node. From the loop's thread."""
+        (self.folder / "door.new").write_text(f"{self._listener.getsockname()[1]} {node}\n")
+        os.replace(self.folder / "door.new", self.folder / "door")
+        self._loop.begin(serve(self._loop, self._listener, self._greet))
+
+    def close(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def rank_at(self, port: int) -> socket.socket:
+        """A connection with the rank of this host that listens there.
+
+        Raises:
+            OSError: none does.
+        """
+        if not (self.folder / str(port)).exists():
+            raise ConnectionRefusedError(f"no rank of this job listens at port {port}")
+        return await connect(LOOPBACK, port)
+
+    async def _greet(self, connection: socket.socket) -> Callable[[], Any]:
+        node, port = proof.read_wish(await proof.receive(connection, proof.WISH_BYTES), self._secret)
+
+        async def join() -> None:
+            try:
+                other = await self._reach(node, port)
+            except BaseException:
+                connection.close()
+                raise
+            self._loop.join(connection, other)
+
+        return join

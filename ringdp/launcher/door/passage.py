@@ -1,0 +1,95 @@
+"""What ``--door`` and ``--join`` make of a command line: the store's address, and the number of this host."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from ringdp.config import read_address, read_secret
+from ringdp.launcher import joining
+from ringdp.launcher.arguments import Arguments, meeting_of
+from ringdp.launcher.door.gate import Gate, RefusedError
+from ringdp.launcher.door.head import About, Door
+from ringdp.launcher.door.local import LOOPBACK
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """Of a launcher whose job has a door.
+
+    Attributes:
+        way: this host's: the door itself, or a gate.
+        arguments: with the rendezvous behind the door.
+    """
+
+    way: Door | Gate
+    arguments: Arguments
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For the ranks."""
+        return {"RINGDP_DOOR": str(self.way.folder)}
+
+    def begun(self) -> None:
+        """This host's ranks have been started, which are among the first."""
+        if isinstance(self.way, Door):
+            self.way.begun()
+
+
+def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], None]) -> Passage | None:
+    """Open the door that is asked for, or go through the one to which ``--join`` leads; None: there is none. Blocks
+    until the door answers.
+
+    Args:
+        say: is given lines for the user.
+
+    Raises:
+        RefusedError: it does not let this host in.
+    """
+    args = arguments.torchrun
+    if secret_file is None:
+        return None
+    secret = read_secret(str(secret_file))
+    if args.door is not None:
+        return _open(arguments, args, secret, say)
+    if args.join is None:
+        return None
+    host, port = read_address(args.join)
+    gate = Gate((host, port), secret)
+    try:
+        about, node = gate.enter(args.rdzv_timeout or 600.0, say)
+    except RefusedError as error:
+        gate.close()
+        if error.no_door and joining.is_store(host, port):
+            return None
+        raise
+    if node >= about.nodes:  # the ranks of the job have begun
+        args.join, args.join_id = f"{LOOPBACK}:{gate.store_port}", ""
+        return Passage(gate, arguments)
+    args.join, args.join_id = None, ""
+    args.elastic, args.max_restarts = about.elastic, about.max_restarts
+    return Passage(gate, _behind(arguments, args, about, node, gate.store_port, f"the door at {host}:{port}"))
+
+
+def _open(arguments: Arguments, args: argparse.Namespace, secret: bytes, say: Callable[[str], None]) -> Passage:
+    nodes = int(args.nnodes.partition(":")[0])
+    run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
+    about = About(nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts)
+    door = Door(args.door, secret, about, say)
+    others = f": {nodes - 1} more to come" if nodes > 1 else ""
+    say(f"the door is at port {door.port} of this host{others} (ringrun --join HOST:{door.port} --secret-file FILE)")
+    return Passage(door, _behind(arguments, args, about, 0, door.store_port, f"the door at port {door.port}"))
+
+
+def _behind(
+    arguments: Arguments, args: argparse.Namespace, about: About, node: int, store_port: int, endpoint: str
+) -> Arguments:
+    """The launchers meet at this port of their own hosts, each as this node."""
+    args.nnodes, args.node_rank, args.rdzv_id = f"{about.nodes}:{about.nodes}", node, about.run_id
+    args.rdzv_backend, args.rdzv_endpoint, args.standalone = "static", "", False
+    args.master_addr, args.master_port = LOOPBACK, store_port
+    meeting = dataclasses.replace(meeting_of(args), endpoint=endpoint)
+    return dataclasses.replace(arguments, meeting=meeting if about.nodes > 1 else None)
