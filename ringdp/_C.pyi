@@ -171,6 +171,18 @@ class NamedScope:
     def enter(self, name: str, bulk: bool = False) -> None: ...
     def exit(self) -> None: ...
 
+class Relay:
+    """Moves bytes between pairs of sockets, in a thread of its own."""
+
+    def __init__(self) -> None: ...
+    def join(self, one: int, other: int) -> None:
+        """Takes both descriptors over."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+
 class BackendWatchdog:
     """Aborts a backend that moves device tensors when the ring beside it fails."""
 
@@ -764,6 +776,9 @@ def on_change(
 ) -> None:
     """Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay)."""
 
+def open_door_message(secret: str, transcript: str, message: str) -> tuple[int, int, int] | None:
+    """Its type, protocol version and number; None: it is none, or of another secret."""
+
 def operations() -> list[OperationRecord]:
     """The last operations of the job's connections, as they were called; [] without a default group of ring."""
 
@@ -814,6 +829,9 @@ def run_unit(process_group: ProcessGroup, what: str, body: Callable[[], object])
     """Calls `body()` as a unit on all members; again after the loss of one, unless it had returned on all.
     `what` is its name in the log.
     """
+
+def seal_door_message(secret: str, transcript: str, type: int, number: int) -> bytes:
+    """A message of a handshake (docs/reference/wire_format.md) with a door."""
 
 def set_farewell(reason: str) -> None:
     """The reason of this process's goodbyes, for the other ranks' errors."""

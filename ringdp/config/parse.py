@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from ringdp.errors import InvalidArgumentError
 
@@ -30,6 +31,22 @@ def check_interfaces(text: str) -> None:
                 ipaddress.ip_network(item.lstrip("^"), strict=False)
             except ValueError as error:
                 raise InvalidArgumentError(f"iface {text!r}: {error}; a network looks like 10.0.0.0/8") from None
+
+
+def read_door(folder: str) -> tuple[str, int, int, int]:
+    """Of the launcher's folder for ranks of a job with a door: itself, the port that ranks dial, the number of this
+    host, and the microseconds of a round trip to the door.
+
+    Raises:
+        InvalidArgumentError: there is no such folder, or it is another one.
+    """
+    try:
+        port, node, round_trip_us = (Path(folder) / "door").read_text().split()
+        return folder, int(port), int(node), int(round_trip_us)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"RINGDP_DOOR={folder} is no folder of a launcher with --door or --join: {error}"
+        ) from None
 
 
 def read_address(text: str) -> tuple[str, int]:

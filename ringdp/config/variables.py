@@ -26,6 +26,7 @@ from ringdp.config.parse import (
     check_interfaces,
     milliseconds,
     read_address,
+    read_door,
     read_port_range,
     read_rate,
     read_streams,
@@ -65,6 +66,7 @@ VARIABLES: Mapping[str, str] = {
     "RINGDP_MIN_RANKS": "of ringdp.elastic.Job: with fewer ranks the others wait for newcomers (ringrun --min-ranks)",
     "RINGDP_MAX_RANKS": "of ringdp.elastic.Job: nobody is let in beyond so many (ringrun --max-ranks)",
     "RINGDP_JOIN": "HOST:PORT of a running elastic job that this process joins (ringrun --join sets it)",
+    "RINGDP_DOOR": "folder of this host's launcher, in a job with one open port (ringrun --door and --join set it)",
     "RINGDP_RANK_PROCESS": "set by ringdp: a process that a rank has started reads there that it is not a rank",
     "RINGDP_LOG_LEVEL": "debug, info, warning or error: what ringdp writes to stderr",
 }
@@ -172,6 +174,9 @@ class RingConfig:
         dump_dir: folder for dumps and stacks; empty for none.
         several_hosts: the launcher says that the job runs on several hosts: a rank need not wait for another to
             know that it must listen on more than loopback.
+        door: of a job with a door (``ringrun --door``): the folder of this host's launcher, the port of loopback at
+            which that takes connections for ranks of other hosts, the number of this host, and the microseconds of a
+            round trip to the door. None: there is none.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message names the field.
@@ -199,6 +204,7 @@ class RingConfig:
     dump_dir: str = ""
     epoch: int = 0
     several_hosts: bool = False
+    door: tuple[str, int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
@@ -567,4 +573,5 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_HEAL": ("heal_ms", milliseconds("RINGDP_HEAL")),
     "RINGDP_TUNING": ("tuning", tuning.read),
     "RINGDP_DUMP_DIR": ("dump_dir", os.path.abspath),
+    "RINGDP_DOOR": ("door", read_door),
 }

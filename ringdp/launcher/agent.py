@@ -78,7 +78,7 @@ def run(orders: Orders) -> NoReturn:
             os.environ.update(passage.environ)
         if orders.arguments.meeting is not None:
             waiting = Waiting(orders.arguments.meeting, lambda lines: _say(orders, lines))
-        code = _run(orders, waiting, notify_nodes, lambda: passage.begun() if passage is not None else None)
+        code = _run(orders, waiting, notify_nodes, passage)
     except (SignalException, KeyboardInterrupt):
         code = 128 + signal.SIGTERM
     except door.RefusedError as error:
@@ -114,7 +114,7 @@ def _run(
     orders: Orders,
     waiting: Waiting | None,
     notify_nodes: list[Callable[[str], None]],
-    begun: Callable[[], None],
+    passage: door.Passage | None,
 ) -> int:
     for number in _early.RANK_SIGNALS:
         # Slurm may send them to all processes of a step. A handler, as what is ignored would be ignored by the ranks.
@@ -150,7 +150,8 @@ def _run(
             max_restarts=args.max_restarts,
         )
         messages.post(orders.status_fd, message)
-        begun()
+        if passage is not None:
+            passage.begun()
         if waiting is not None:
             waiting.end()
 
@@ -169,6 +170,8 @@ def _run(
     config.logs_specs = logs_specs
 
     def meeting(handler: RendezvousHandler) -> None:
+        if passage is not None:
+            passage.meeting(handler)
         if waiting is not None:
             waiting.note_handler(handler)
 

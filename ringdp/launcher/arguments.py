@@ -342,7 +342,9 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
     if parser.get_default("master_port") is not None and "PET_MASTER_PORT" not in os.environ:
         # torch 2.11 puts 29500 here, so that two jobs on one machine collide; later versions None, see below.
         parser.set_defaults(master_port=None)
+    parser.set_defaults(node_rank=None if parser.get_default("node_rank") == 0 else parser.get_default("node_rank"))
     args = parser.parse_args(argv)
+    args.node_asked, args.node_rank = args.node_rank, args.node_rank or 0
     try:
         max_nodes = _most_nodes(args)
         _check_program(args)
@@ -429,8 +431,7 @@ def _check_door(args: argparse.Namespace, placement: Placement | None) -> None:
         raise ValueError(f"--door must be a port up to 65535, got {args.door}")
     elsewhere = {"--join": args.join is not None, "-H or --hostfile": placement is not None}
     elsewhere |= {"--rdzv-endpoint": bool(args.rdzv_endpoint), "--rdzv-backend": args.rdzv_backend != "static"}
-    elsewhere |= {"--standalone": args.standalone, "--node-rank": args.node_rank != 0}
-    elsewhere |= {"--master-port": args.master_port is not None}
+    elsewhere |= {"--standalone": args.standalone, "--master-port": args.master_port is not None}
     if given := [name for name, one in elsewhere.items() if one]:
         raise ValueError(f"--door is where the launchers meet: leave out {given[0]}")
     if not (args.secret_file or os.environ.get("RINGDP_SECRET_FILE")):
@@ -439,9 +440,12 @@ def _check_door(args: argparse.Namespace, placement: Placement | None) -> None:
             " make one with: (umask 077; openssl rand -hex 32 > secret)"
         )
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    if not 0 <= args.node_rank < most:
+        raise ValueError(f"--node-rank {args.node_rank} is none of --nnodes {most}")
     if least != most:
         raise ValueError(
-            f"--door needs the number of hosts that start together (--nnodes {most}); with --elastic others may come later"
+            f"--door needs the number of hosts that start together (--nnodes {most}); with --elastic others may come"
+            " later"
         )
     if most == 1 and not args.elastic:
         raise ValueError("--door with one host and without --elastic lets nobody in: give --nnodes, or --elastic")

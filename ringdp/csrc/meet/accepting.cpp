@@ -110,6 +110,8 @@ void Accepting::let_in(Fd socket, const SocketAddress& from, const Established& 
 
 // When the table is full the oldest attempt is closed, not the newest: a rank of this job sends its hello at once, and
 // dials again.
+void Accepting::adopt(HandshakeAttempt attempt) { attempts_.push_back(std::move(attempt)); }
+
 void Accepting::evict_strangers(int newest) {
   auto strangers = static_cast<std::size_t>(std::count_if(attempts_.begin(), attempts_.end(), is_stranger));
   const auto most = static_cast<std::size_t>(std::max(kMaxStrangers, self_.world()));
@@ -155,6 +157,7 @@ void Accepting::on_hello(HandshakeAttempt& attempt, const Established& made) {
     return attempt.close();
   }
   if (knock) {
+    if (hello.turned && !made.joined(peer) && !made.fixed(peer)) turned_.push_back(std::move(attempt));
     knocks_.push_back(peer);
     return attempt.close();
   }

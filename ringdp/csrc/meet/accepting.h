@@ -19,6 +19,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "meet/addresses.h"
 #include "meet/established.h"
 #include "meet/handshake.h"
 #include "meet/handshake_attempt.h"
@@ -28,7 +29,10 @@ namespace ringdp {
 
 class Listener {
  public:
-  void listen_on(std::vector<TcpListener> listeners) { listeners_ = std::move(listeners); }
+  void listen_on(std::vector<TcpListener> listeners, std::optional<ListedPort> listed = std::nullopt) {
+    listeners_ = std::move(listeners);
+    if (listed) listed_.emplace(std::move(*listed));
+  }
   bool listening() const { return !listeners_.empty(); }
   std::size_t size() const { return listeners_.size(); }
   bool paused() const { return Clock::now() < accept_after_; }  // for want of descriptors
@@ -45,6 +49,7 @@ class Listener {
 
  private:
   std::vector<TcpListener> listeners_;
+  std::optional<ListedPort> listed_;              // of the one on loopback, where the job has a door
   Clock::time_point accept_after_{};              // a pause, since descriptors have run out
   std::optional<Clock::time_point> short_since_;  // they have been short
   Clock::time_point short_last_{};
@@ -73,6 +78,9 @@ class Accepting {
   uint8_t met(int peer) const { return met_[peer]; }  // of its last hello that replaces a broken connection
   // With an authentic hello or knock for a connection that replaces a broken one: the Redialler answers it.
   HandshakeAttempts take_resumptions() { return std::exchange(resumptions_, {}); }
+  // With a knock of a lower rank, that stay for this rank's hello.
+  HandshakeAttempts take_turned() { return std::exchange(turned_, {}); }
+  void adopt(HandshakeAttempt attempt);  // one that this rank has dialled, and that awaits the peer's hello
   // Lower ranks that need a connection. A replayed knock has no other effect.
   std::vector<int> take_knocks() { return std::exchange(knocks_, {}); }
 
@@ -91,6 +99,7 @@ class Accepting {
   std::vector<uint8_t> met_;
   std::vector<std::string> large_;
   HandshakeAttempts resumptions_;
+  HandshakeAttempts turned_;
   std::vector<int> knocks_;
 };
 

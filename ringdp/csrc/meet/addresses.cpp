@@ -1,20 +1,26 @@
 #include "meet/addresses.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <cstdint>
+#include <cstring>
 #include <future>
 #include <optional>
 #include <span>
 #include <thread>
 
+#include "base/bytes.h"
 #include "base/error.h"
+#include "base/sha256.h"
 #include "meet/store.h"
 
 namespace ringdp {
@@ -219,6 +225,47 @@ std::vector<std::string> addresses_to_publish(const std::vector<TcpListener>& li
   return out;
 }
 
+namespace {
+
+constexpr std::string_view kRelay = "relay/";
+// Of the wish, by which a rank's launcher learns where to lead a connection (docs/reference/wire_format.md).
+constexpr std::array<char, 8> kWishMagic{'R', 'I', 'N', 'G', 'D', 'P', 'V', 'I'};
+constexpr std::size_t kWishBytes = 32;
+
+}  // namespace
+
+std::string DoorWay::published(uint16_t listens_at) const {
+  return std::string(kRelay) + std::to_string(node) + ":" + std::to_string(listens_at);
+}
+
+std::optional<SocketAddress> DoorWay::address_of(const std::string& published,
+                                                 std::span<const std::byte> secret) const {
+  if (folder.empty() || !published.starts_with(kRelay)) return std::nullopt;
+  const auto colon = published.find(':');
+  if (colon == std::string::npos) return std::nullopt;
+  const int64_t to = number(published.substr(kRelay.size(), colon - kRelay.size()));
+  const int64_t at = number(published.substr(colon + 1));
+  if (to < 0 || to > INT32_MAX || at <= 0 || at > UINT16_MAX) return std::nullopt;
+  std::vector<std::byte> wish(kWishBytes);
+  std::memcpy(wish.data(), kWishMagic.data(), kWishMagic.size());
+  put(wish.data() + 8, static_cast<uint32_t>(to));
+  put(wish.data() + 12, static_cast<uint32_t>(at));
+  random_bytes(std::span(wish).subspan(16));
+  const Digest proof = hmac_sha256(secret, wish);
+  wish.insert(wish.end(), proof.begin(), proof.end());
+  return SocketAddress::relayed(port, std::move(wish),
+                                "the door, to port " + std::to_string(at) + " of node " + std::to_string(to));
+}
+
+ListedPort::ListedPort(const DoorWay& door, uint16_t port) : path_(door.folder + "/" + std::to_string(port)) {
+  const Fd file(open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+  if (!file) throw_system("write " + path_ + " (RINGDP_DOOR)", errno);
+}
+
+ListedPort::~ListedPort() {
+  if (!path_.empty() && fork_generation() == generation_) unlink(path_.c_str());
+}
+
 Candidates candidates_of_peer(const std::vector<std::string>& published, bool same_network,
                               const std::vector<Interface>& mine, int lookup_ms) {
   Candidates out;
@@ -236,7 +283,7 @@ Candidates candidates_of_peer(const std::vector<std::string>& published, bool sa
   };
   for (const std::string& text : published) {
     auto colon = text.rfind(':');
-    if (colon == std::string::npos) continue;
+    if (colon == std::string::npos || text.starts_with(kRelay)) continue;
     std::string name = text.substr(0, colon);
     if (name.size() > 2 && name.front() == '[') name = name.substr(1, name.size() - 2);
     if (bytes_of(name)) {

@@ -2,9 +2,14 @@
 // in which those of a peer are tried. Reads the interfaces at each call; any thread.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/fd.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -36,6 +41,32 @@ std::vector<TcpListener> open_listeners(const std::vector<std::string>& ips, uin
 // The addresses to publish: `advertise` first, if given (RINGDP_ADVERTISE), with the listeners' port unless it has one
 // of its own: "node7", "node7:30000", "fd00::7".
 std::vector<std::string> addresses_to_publish(const std::vector<TcpListener>& listeners, const std::string& advertise);
+
+// A door of the job (ringdp/launcher/door), through which ranks reach others that they cannot connect with.
+struct DoorWay {
+  std::string folder;  // empty: there is none. A file named by its port stands for each port where a rank listens
+  uint16_t port = 0;   // of this host's launcher, on loopback
+  uint32_t node = 0;   // the number of this host
+  int64_t round_trip_us = 0;  // from this host to the door
+
+  // As an address to publish, of a rank that listens at that port of loopback: "relay/3:41000".
+  std::string published(uint16_t listens_at) const;
+  // The address of the rank that has published this; nullopt: it is no such address.
+  std::optional<SocketAddress> address_of(const std::string& published, std::span<const std::byte> secret) const;
+};
+
+// A port of loopback at which a rank listens, in the folder of its host's door as long as this lives.
+class ListedPort {
+ public:
+  ListedPort(const DoorWay& door, uint16_t port);  // throws Error(kSystem)
+  ~ListedPort();
+  ListedPort(ListedPort&& other) noexcept : path_(std::exchange(other.path_, {})), generation_(other.generation_) {}
+  ListedPort& operator=(ListedPort&&) = delete;
+
+ private:
+  std::string path_;  // empty: moved away
+  unsigned generation_ = fork_generation();
+};
 
 // The addresses of a peer in the order to try them, and descriptions of those that cannot be reached from here.
 struct Candidates {

@@ -8,8 +8,11 @@
 namespace ringdp {
 namespace {
 
-HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret) {
-  HandshakeSelf self{.mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}};
+HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret, bool turns) {
+  HandshakeSelf self{.mine = mine,
+                     .secret = std::move(secret),
+                     .patience = {.padding_ms = padding_patience_ms()},
+                     .turns = turns};
   random_bytes(self.instance);
   return self;
 }
@@ -17,8 +20,8 @@ HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret
 }  // namespace
 
 Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-                     int streams, std::string congestion)
-    : self_(self_of(mine, std::move(secret))),
+                     int streams, std::string congestion, bool turns)
+    : self_(self_of(mine, std::move(secret), turns)),
       accepting_(self_),
       dialing_(self_, wanted),
       established_(self_.world(), ExtraStreams(self_.world(), streams, std::move(congestion))) {}
@@ -86,6 +89,8 @@ void Connector::step(int wait_ms, std::span<const pollfd> also) {
   for (int peer : accepting_.take_knocks())
     if (dialing_.route(peer).known()) want(peer);
   dialing_.step(seen.subspan(dialled), established_);
+  for (HandshakeAttempt& it : accepting_.take_turned()) dialing_.adopt(std::move(it));
+  for (HandshakeAttempt& it : dialing_.take_turned()) accepting_.adopt(std::move(it));
   established_.watch(seen.subspan(watched));
   for (int peer : established_.take_ended()) lose(peer);
   accepting_.collect(established_);

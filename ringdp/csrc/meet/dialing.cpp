@@ -9,8 +9,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kHeadStart{150};  // RFC 8305 advises 250 ms, for the whole internet
-constexpr milliseconds kAgainSoon{100};  // after a failure; later less often
+constexpr milliseconds kHeadStart{150};    // RFC 8305 advises 250 ms, for the whole internet
+constexpr milliseconds kRelayAfter{1000};  // a relayed connection costs other hosts, so the others have a second
+constexpr milliseconds kAgainSoon{100};    // after a failure; later less often
 constexpr milliseconds kAgain{1000};
 constexpr int kSoonTries = 5;
 constexpr milliseconds kUnreachableAfter{8000};  // in all, every rank has the error within ten seconds
@@ -30,8 +31,11 @@ Route::Route(Candidates candidates, Clock::time_point now) : known_(true), left_
 
 void Route::restart(Clock::time_point now) {
   begin_.reset();
-  for (std::size_t i = 0; i < tries_.size(); ++i)
-    tries_[i] = {.address = tries_[i].address, .begin = now + kHeadStart * i, .why = {}};
+  for (std::size_t i = 0; i < tries_.size(); ++i) {
+    const bool relayed = tries_[i].address.is_relayed() && i > 0;
+    const auto head_start = relayed ? kRelayAfter : kHeadStart * static_cast<int>(i);
+    tries_[i] = {.address = tries_[i].address, .begin = now + head_start, .why = {}};
+  }
 }
 
 void Route::again(Clock::time_point now) {
@@ -110,6 +114,8 @@ std::string Route::text(Clock::time_point now) const {
 namespace {
 
 constexpr auto kProbeAfter = std::chrono::seconds(1);
+constexpr auto kTurnAfter = std::chrono::milliseconds(300);  // sooner than a relayed connection begins
+constexpr int kMostTurned = 4;                               // of one peer: more are a replay of its knock
 constexpr auto kKnockAgain = std::chrono::seconds(1);
 
 }  // namespace
@@ -129,7 +135,7 @@ Dialing::Dialing(HandshakeSelf self, const std::vector<char>& wanted)
 void Dialing::set_route(int peer, Candidates candidates, bool probe) {
   const auto now = Clock::now();
   const bool lower = peer < self_.rank();
-  const auto begin = lower ? now : now + kProbeAfter;
+  const auto begin = lower ? now : now + (self_.turns ? Clock::duration(kTurnAfter) : Clock::duration(kProbeAfter));
   const bool ended = routes_[peer].was_connected();  // it had dialled this rank before its addresses were known here
   routes_[peer] = Route(std::move(candidates), begin);
   if (ended) routes_[peer].again(now);
@@ -188,11 +194,25 @@ void Dialing::on_connected(HandshakeAttempt& attempt) {
   const HandshakeAttempt::Facts& facts = attempt.facts();
   Route& route = routes_[facts.peer];
   if (facts.probe) {
-    if (attempt.knock(self_, facts.number)) route.restart(Clock::now() + kKnockAgain);
-    return;
+    if (!attempt.knock(self_, facts.number)) return;
+    route.restart(Clock::now() + kKnockAgain);
+    if (!self_.turns) return;
+    turned_.push_back(std::move(attempt));
+    return attempt.close();
   }
   if (facts.stream == 0) route.answered(facts.candidate);
   attempt.greet(self_, facts.number);
+}
+
+void Dialing::adopt(HandshakeAttempt attempt) {
+  const auto peer = static_cast<int>(attempt.facts().hello.from);
+  const auto like_this = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {
+    return it.facts().turned && it.facts().peer == peer;
+  });
+  if (!aims_at(peer) || like_this >= kMostTurned) return;
+  attempt.turn(peer);
+  attempt.greet(self_, numbers_[peer]);
+  if (!attempt.over()) attempts_.push_back(std::move(attempt));
 }
 
 void Dialing::on_proven(HandshakeAttempt& attempt, const Established& made) {
@@ -212,7 +232,9 @@ void Dialing::on_proven(HandshakeAttempt& attempt, const Established& made) {
   const bool better = first ? made.joined(facts.peer) || std::any_of(attempts_.begin(), attempts_.end(), is_made)
                             : !made.streams().lacks(facts.peer, facts.stream);
   if (better) return attempt.fail("");  // one confirm per peer: the other side may believe it
-  attempt.confirm(self_, first ? made.streams().wanted(facts.peer, attempt.fd()) : facts.streams);
+  // Of a pair whose other side has dialled this one cannot dial more.
+  const int wanted = facts.turned ? 1 : made.streams().wanted(facts.peer, attempt.fd());
+  attempt.confirm(self_, first ? wanted : facts.streams);
   // the confirm may have arrived
   if (first && attempt.stage() != HandshakeAttempt::Stage::kDone) ++numbers_[facts.peer];
 }
@@ -224,7 +246,7 @@ void Dialing::note_failure(HandshakeAttempt& attempt, Established& made) {
   if (!failure->large.empty()) large_[facts.peer] = failure->large;
   if (facts.stream > 0)
     made.streams().failed(facts.peer, facts.stream, failure->why, Clock::now());
-  else
+  else if (!facts.turned)
     routes_[facts.peer].failed(facts.candidate, failure->why, failure->refused, failure->final, Clock::now());
 }
 

@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -91,6 +92,10 @@ class Dialing {
 
   void poll_for(std::vector<pollfd>& polled) const { ringdp::poll_for(attempts_, polled); }
   void step(std::span<const pollfd> polled, Established& made);  // which begins with those of `poll_for`
+  // Connections that have knocked at higher ranks, and await their hellos.
+  HandshakeAttempts take_turned() { return std::exchange(turned_, {}); }
+  // One that a lower rank has dialled, which has knocked: as if this side had dialled it.
+  void adopt(HandshakeAttempt attempt);
   // hands over those that are established, begins those that are due
   void collect(Established& made);
 
@@ -113,6 +118,7 @@ class Dialing {
   std::vector<Clock::time_point> probe_from_;  // the maximum where it is not to be probed
   std::vector<std::string> large_;
   HandshakeAttempts attempts_;
+  HandshakeAttempts turned_;
 };
 
 }  // namespace ringdp

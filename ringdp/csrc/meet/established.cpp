@@ -138,9 +138,10 @@ void Established::collect(HandshakeAttempts& attempts) {
     if (joined(facts.peer)) streams_.restart(facts.peer);
     peer.joined = peer.watched = true;
     peer.number = facts.number;
-    streams_.expect(facts.peer, facts.streams, facts.dialled ? std::optional(facts.address) : std::nullopt);
+    const bool dials = facts.dialled && !facts.turned;
+    streams_.expect(facts.peer, facts.streams, dials ? std::optional(facts.address) : std::nullopt);
     peer.socket = it.take_socket();
-    if (facts.dialled) peer.dialled = facts.address;
+    if (dials) peer.dialled = facts.address;
     std::copy_n(facts.hello.nonce.begin(), peer.instance.size(), peer.instance.begin());
   }
   for (HandshakeAttempt& it :

@@ -61,7 +61,8 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   put(at + 80, static_cast<uint8_t>(fields.stream));
   put(at + 81, static_cast<uint8_t>(fields.streams - 1));
   put(at + 82, static_cast<uint8_t>(fields.purpose));
-  put(at + 83, fields.met);  // 84 to 87: 0 so far
+  put(at + 83, fields.met);
+  put(at + 85, static_cast<uint8_t>(fields.turned));  // 84, 86, 87: 0 so far
   put(at + 88, fields.number);
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
@@ -89,6 +90,7 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.streams = static_cast<uint16_t>(take<uint8_t>(at + 81) + 1);
   fields.purpose = static_cast<Purpose>(take<uint8_t>(at + 82));
   fields.met = take<uint8_t>(at + 83);
+  fields.turned = take<uint8_t>(at + 85) != 0;
   fields.number = take<uint64_t>(at + 88);
   return fields;
 }
@@ -180,6 +182,13 @@ bool HandshakeSocket::send(const HandshakeFields& fields, std::span<const std::b
     return false;
   }
   return true;
+}
+
+bool HandshakeSocket::send_first(std::span<const std::byte> greeting) {
+  if (greeting.empty()) return true;
+  const ssize_t sent = ::send(socket_.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  error_number_ = sent < 0 ? errno : EAGAIN;
+  return sent == static_cast<ssize_t>(greeting.size());
 }
 
 std::string HandshakeSocket::why() const {

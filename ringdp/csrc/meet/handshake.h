@@ -81,6 +81,8 @@ struct HandshakeFields {
   uint16_t streams = 1;  // confirm of the first: how many there are to be
   Nonce nonce{};
   Purpose purpose = Purpose::kMeet;
+  // Of a knock: its connection stays, and the higher rank says hello on it: it need not be able to connect itself.
+  bool turned = false;
   uint8_t met = 0;  // not 0: the sender knows that all ranks are connected, and their longest round trip, see met_with
   // The number of the pair's connection, counted for those of the start and for those of kResume separately. In resume
   // messages: the number of frames received.
@@ -126,6 +128,7 @@ class HandshakeSocket {
   std::size_t padding() const { return padding_; }
 
   bool send(const HandshakeFields& fields, std::span<const std::byte> secret);  // false: see `why`
+  bool send_first(std::span<const std::byte> greeting);                         // for who relays the connection
 
   int error_number() const { return error_number_; }  // 0: it was closed
   std::string why() const;

@@ -12,6 +12,7 @@ namespace ringdp {
 namespace {
 
 constexpr int64_t kStrangerMs = 2000;  // how long each may take to prove itself
+constexpr int64_t kTurnMs = 4000;      // for the peer to say hello on a connection that has knocked
 constexpr int kLooksLostMs = 3000;     // left of its patience: padding that has not come by then is lost
 
 bool connection_refused(int error_number) { return error_number == ECONNREFUSED; }
@@ -79,8 +80,8 @@ void HandshakeAttempt::expire(const HandshakeSelf& self) {
 HandshakeAttempt::Event HandshakeAttempt::advance(const HandshakeSelf& self) {
   if (stage_ == Stage::kConnecting) {
     const int error_number = connect_error(socket_.fd());
-    if (error_number == 0) return Event::kConnected;
-    fail(errno_text(error_number), connection_refused(error_number));
+    if (error_number == 0 && socket_.send_first(facts_.address.greeting())) return Event::kConnected;
+    fail(error_number != 0 ? errno_text(error_number) : socket_.why(), connection_refused(error_number));
     return Event::kNone;
   }
   const bool padding = stage_ == Stage::kAwaitPadding;
@@ -143,9 +144,23 @@ HandshakeAttempt::Event HandshakeAttempt::on_padding(const HandshakeSelf& self) 
 
 bool HandshakeAttempt::knock(const HandshakeSelf& self, uint64_t number) {
   facts_.number = number;
-  if (!send(self, self.fields(HandshakeType::kKnock, facts_.peer))) return false;
-  close();
+  HandshakeFields fields = self.fields(HandshakeType::kKnock, facts_.peer);
+  fields.turned = self.turns;
+  if (!send(self, fields)) return false;
+  if (!self.turns) {
+    close();
+    return true;
+  }
+  facts_.dialled = false;
+  facts_.turned = true;
+  stage_ = Stage::kAwaitHello;
+  deadline_ = Deadline::after_ms(kTurnMs);
   return true;
+}
+
+void HandshakeAttempt::turn(int peer) {
+  facts_.peer = peer;
+  facts_.dialled = facts_.turned = true;
 }
 
 void HandshakeAttempt::greet(const HandshakeSelf& self, uint64_t number) {

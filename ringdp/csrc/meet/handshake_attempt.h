@@ -40,6 +40,7 @@ struct HandshakeSelf {
   std::vector<std::byte> secret;
   Instance instance{};
   Patience patience = {};
+  bool turns = false;  // a knock's connection stays: ranks have a door, since not all can be connected to
 
   bool resumes() const { return mine.purpose == Purpose::kResume; }  // these connections replace broken ones
   int rank() const { return static_cast<int>(mine.to); }
@@ -60,6 +61,7 @@ class HandshakeAttempt {
     SocketAddress address = {};
     bool probe = false;  // the peer is only asked to connect
     bool dialled = false;
+    bool turned = false;         // the other side has dialled, and knocked
     HandshakeFields hello = {};  // of an accepted one
   };
 
@@ -112,7 +114,9 @@ class HandshakeAttempt {
   std::optional<Failure> take_failure() { return std::exchange(failure_, std::nullopt); }
 
   // `number`: see Facts.
-  bool knock(const HandshakeSelf& self, uint64_t number);  // and closes
+  // And closes; or awaits the hello, as one that was accepted does.
+  bool knock(const HandshakeSelf& self, uint64_t number);
+  void turn(int peer);  // accepted, with a knock that stays: goes on as one that this side has dialled, by `greet`
   void greet(const HandshakeSelf& self, uint64_t number);
   void confirm(const HandshakeSelf& self, int streams);
   void reply(const HandshakeSelf& self);

@@ -70,6 +70,7 @@ constexpr HandshakeSelf::Patience kPatience{
     .connecting_ms = 1000, .answer_ms = 2000, .stream_ms = 10'000, .resume_ms = 1500};
 constexpr milliseconds kSilent{1500};       // how long the engine's report of a silent host is valid
 constexpr std::ptrdiff_t kMostLetIn = 8;    // unconfirmed, of one peer: more are a replay of its hello
+constexpr std::ptrdiff_t kMostTurned = 4;   // of one peer: more are a replay of its knock
 constexpr std::ptrdiff_t kMostDialled = 5;  // at one address at a time
 
 HandshakeSelf redialling(HandshakeSelf self) {
@@ -137,6 +138,13 @@ void Redialler::take(HandshakeAttempt attempt) {
   if (hello.type == HandshakeType::kKnock) {
     // It has the number of the last established connection; a replayed one has not.
     if (!at(peer).open && hello.number == at(peer).done) heal(peer, false);
+    const auto turned = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& it) {
+      return it.facts().turned && it.facts().peer == peer && !it.over();
+    });
+    if (!hello.turned || !dials(peer) || !at(peer).open || under_way(peer) || turned >= kMostTurned) return;
+    HandshakeAttempt& adopted = attempts_.emplace_back(std::move(attempt));
+    adopted.turn(peer);
+    adopted.greet(self_, ++at(peer).number);
     return;
   }
   if (dials(peer)) return;
@@ -222,6 +230,12 @@ void Redialler::move_on(HandshakeAttempt& attempt) {
       return attempt.facts().stream > 0 ? on_stream(attempt) : on_confirmed(attempt);
     case HandshakeAttempt::Event::kResumed:
       return on_resumed(attempt);
+    case HandshakeAttempt::Event::kHello: {  // on a connection that has knocked
+      const HandshakeFields& hello = attempt.facts().hello;
+      const bool fits = judge_hello(hello, self_.mine) == Refusal::kNone && hello.type == HandshakeType::kHello &&
+                        hello.purpose == Purpose::kResume && static_cast<int>(hello.from) == attempt.facts().peer;
+      return fits ? attempt.reply(self_) : attempt.close();
+    }
     default:
       return;
   }
@@ -264,7 +278,7 @@ void Redialler::on_proven(HandshakeAttempt& attempt) {
   }
   if (!it.broken) it.until = Clock::now() + heal_;
   it.broken = true;
-  attempt.confirm(self_, streams_.wanted(peer, attempt.fd()));
+  attempt.confirm(self_, attempt.facts().turned ? 1 : streams_.wanted(peer, attempt.fd()));
 }
 
 // An attempt that ends after a later one is ignored.
@@ -298,8 +312,7 @@ void Redialler::on_resumed(HandshakeAttempt& attempt) {
   sockets.front() = attempt.take_socket();
   const int socket = sockets.front().get();
   streams_.forget(facts.peer);
-  streams_.expect(facts.peer, facts.streams,
-                  facts.dialled ? std::optional(SocketAddress::far_end_of(socket)) : std::nullopt);
+  streams_.expect(facts.peer, facts.streams, facts.dialled && !facts.turned ? std::optional(facts.address) : std::nullopt);
   close(facts.peer);
   ask_for_congestion(socket, streams_.congestion());
   user_.resume(facts.peer, sharing_.transport(facts.peer).open(std::move(sockets)), facts.frames_taken);
@@ -316,6 +329,8 @@ void Redialler::note_failure(HandshakeAttempt& attempt) {
   }
   if (facts.stream > 0) {
     if (facts.dialled) streams_.failed(facts.peer, facts.stream, failure->why, Clock::now());
+  } else if (facts.turned) {
+    return;
   } else if (failure->foreign && facts.candidate == 0) {
     give_up(facts.peer, "");  // another process has the port by now
   } else if (facts.dialled && it.open) {

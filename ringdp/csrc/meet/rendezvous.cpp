@@ -188,6 +188,7 @@ Mesh RendezvousRun::mesh() {
     met.hello = ranks_[peer].hello;
     if (peer == rank_) continue;
     met.transport = &sharing.transport(peer);
+    met.relayed = transports_.relayed()[peer] != 0;
     met.checksums = options_.links.checksums && met.transport->checksums;
     if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
     met.channel = sharing.take(peer);
@@ -263,8 +264,11 @@ void RendezvousRun::set_route(int rank) {
   // The process of this host lives, but the group that it had, with its listeners, may be destroyed.
   const bool same_processes = peer.process.space == self.process.space && !options_.addresses.listeners;
   const Transport* first = transport_between(self, peer).first;
-  connector_->set_route(rank, candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs), !same_processes,
-                        first == nullptr || first->open == nullptr);
+  Candidates candidates = candidates_of_peer(peer.addresses, same_network, interfaces_, kLookUpMs);
+  for (const std::string& published : same_network ? std::vector<std::string>() : peer.addresses)
+    if (auto address = options_.addresses.door.address_of(published, options_.secret))
+      candidates.addresses.push_back(std::move(*address));
+  connector_->set_route(rank, std::move(candidates), !same_processes, first == nullptr || first->open == nullptr);
 }
 
 // Listens on loopback once all ranks are known to be on this host; on addresses that others can reach as soon as one
@@ -287,11 +291,20 @@ void RendezvousRun::listen_if_known() {
                        ? options_.addresses.listeners()
                        : open_listeners(addresses_to_listen_on(!away), options_.addresses.port_low,
                                         options_.addresses.port_high, std::max(kBacklog, world_));
-  const auto published = addresses_to_publish(listeners, away ? options_.addresses.advertise : "");
+  auto published = addresses_to_publish(listeners, away ? options_.addresses.advertise : "");
+  std::optional<ListedPort> listed;
+  if (const DoorWay& door = options_.addresses.door; !door.folder.empty() && away && !options_.addresses.listeners) {
+    auto on_loopback = open_listeners({"127.0.0.1"}, 0, 0, std::max(kBacklog, world_));
+    const uint16_t port = on_loopback.front().address().port();
+    published.push_back(door.published(port));
+    listed.emplace(door, port);
+    std::move(on_loopback.begin(), on_loopback.end(), std::back_inserter(listeners));
+  }
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion);
-  connector_->listener().listen_on(std::move(listeners));
+  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion,
+                     /*turns=*/!options_.addresses.door.folder.empty());
+  connector_->listener().listen_on(std::move(listeners), std::move(listed));
   ranks_.publish_addresses(published);
 }
 

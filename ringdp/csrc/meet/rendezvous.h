@@ -22,6 +22,7 @@
 #include "base/deadline.h"
 #include "base/log.h"
 #include "link/link.h"
+#include "meet/addresses.h"
 #include "meet/established.h"
 #include "meet/handshake.h"
 #include "meet/store.h"
@@ -52,6 +53,7 @@ struct Addresses {
   uint16_t port_low = 0;  // 0..0: any port
   uint16_t port_high = 0;
   bool several_hosts = false;  // known beforehand: listen on more than loopback at once
+  DoorWay door = {};
   // whose addresses the others have already; empty: opens and publishes them
   std::function<std::vector<TcpListener>()> listeners = {};
 };
@@ -103,6 +105,7 @@ struct MeshPeer {
   std::string hello;
   std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
   const Transport* transport = nullptr;  // the present or future one; null for this rank itself
+  bool relayed = false;                  // the connection of the start leads through the door
   bool checksums = false;                // both ends send them behind the headers of their frames
 };
 

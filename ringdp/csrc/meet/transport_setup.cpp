@@ -86,9 +86,15 @@ void TransportSetup::begin(std::vector<Connector::Connected> connected) {
     streams[it.peer] = std::move(it.more);
   }
   int64_t round_trip_us = 0;
-  for (int peer = 0; peer < world_; ++peer)
-    if (sockets[peer] && ranks_[peer].identity != ranks_.self().identity)
-      round_trip_us = std::max(round_trip_us, tcp_round_trip_us(sockets[peer].get()));
+  const DoorWay& door = options_.addresses.door;
+  for (int peer = 0; peer < world_; ++peer) {
+    if (!sockets[peer] || ranks_[peer].identity == ranks_.self().identity) continue;
+    const int socket = sockets[peer].get();
+    relayed_[peer] = !door.folder.empty() && ranks_[peer].network != ranks_.self().network &&
+                     SocketAddress::far_end_of(socket).is_loopback();
+    const int64_t its = relayed_[peer] != 0 ? 2 * door.round_trip_us : tcp_round_trip_us(socket);
+    round_trip_us = std::max(round_trip_us, its);
+  }
   plan.round_trip_us = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(round_trip_us)));
   sharing_.emplace(rank_, std::move(sockets), std::move(plan), std::move(streams));
 }
@@ -205,6 +211,12 @@ void TransportSetup::log_transports() const {
   const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,
       self + " uses " + join(used, ", ") + (usual ? "" : " (RINGDP_TRANSPORT=" + std::string(named->name) + ")"));
+  std::vector<int> through_the_door;
+  for (int peer = 0; peer < world_; ++peer)
+    if (relayed_[peer] != 0) through_the_door.push_back(peer);
+  if (!through_the_door.empty())
+    log(LogLevel::kInfo,
+        self + " and " + ranks_text(through_the_door) + " cannot connect to each other, and do through the door");
   for (const auto& [count, ranks] : with_streams_)
     log(LogLevel::kInfo,
         self + " has " + std::to_string(count) + " connections with " + ranks_text(ranks) +

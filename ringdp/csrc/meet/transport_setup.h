@@ -32,6 +32,8 @@ class TransportSetup {
   // called at intervals, may throw. Throws what RendezvousRun::run does.
   void run(Connector& connector, const std::function<void()>& look);
 
+  // Per rank: whether its connection leads through the door.
+  const std::vector<char>& relayed() const { return relayed_; }
   bool begun() const { return sharing_.has_value(); }
   SharedSetup& sharing() { return *sharing_; }
 
@@ -54,6 +56,7 @@ class TransportSetup {
   RendezvousWait& wait_;
   std::optional<SharedSetup> sharing_;
   std::string congestion_problem_;
+  std::vector<char> relayed_ = std::vector<char>(static_cast<std::size_t>(world_), 0);
   std::map<std::size_t, std::vector<int>> with_streams_;  // ranks, by how many
   std::vector<int> cut_;                                  // peers whose connection is being replaced
   std::optional<StoreLost> store_lost_;                   // after all were connected

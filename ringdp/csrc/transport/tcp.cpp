@@ -153,6 +153,16 @@ SocketAddress SocketAddress::from_raw(const sockaddr* raw, socklen_t length) {
   return address;
 }
 
+SocketAddress SocketAddress::relayed(uint16_t port, std::vector<std::byte> greeting, std::string text) {
+  SocketAddress out = from_ip("127.0.0.1", port);
+  out.relayed_ = std::make_shared<const Relayed>(Relayed{std::move(greeting), std::move(text)});
+  return out;
+}
+
+std::span<const std::byte> SocketAddress::greeting() const {
+  return relayed_ ? std::span<const std::byte>(relayed_->greeting) : std::span<const std::byte>();
+}
+
 SocketAddress SocketAddress::far_end_of(int fd) { return end_of(fd, getpeername); }
 
 SocketAddress SocketAddress::from_ip(const std::string& ip, uint16_t port) {
@@ -201,6 +211,7 @@ std::string SocketAddress::ip() const {
 }
 
 std::string SocketAddress::text() const {
+  if (relayed_) return relayed_->text;
   return (family() == AF_INET6 ? "[" + ip() + "]" : ip()) + ":" + std::to_string(port());
 }
 

@@ -5,10 +5,13 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/fd.h"
 #include "transport/channel.h"
@@ -24,7 +27,11 @@ class SocketAddress {
   static SocketAddress from_ip(const std::string& ip, uint16_t port);
   static SocketAddress far_end_of(int fd);  // family AF_UNSPEC if it is not a connected socket
   static SocketAddress from_raw(const sockaddr* raw, socklen_t length);
+  // Of a process that is reached through another one, at a port of loopback, which has to read `greeting` first.
+  static SocketAddress relayed(uint16_t port, std::vector<std::byte> greeting, std::string text);
 
+  bool is_relayed() const { return relayed_ != nullptr; }
+  std::span<const std::byte> greeting() const;  // the first bytes on a connection; usually none
   std::string text() const;
   std::string ip() const;
   uint16_t port() const;
@@ -35,8 +42,14 @@ class SocketAddress {
   socklen_t length() const { return length_; }
 
  private:
+  struct Relayed {
+    std::vector<std::byte> greeting;
+    std::string text;
+  };
+
   sockaddr_storage storage_{};
   socklen_t length_ = 0;
+  std::shared_ptr<const Relayed> relayed_;  // shared by copies
 };
 
 // Listens at `address` as long as it lives.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from ringdp.launcher.door.head import BEAT_S, LINE_BYTES, SILENT_S, About
 from ringdp.launcher.door.local import LOOPBACK, Local, Loop
 
 _AGAIN_S = 1.0
+_CLOSED_TIMES, _CLOSED_PAUSE_S = 5, 0.2
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 3.0, 10.0
 _log = logging.getLogger("ringdp.launch")
 
@@ -42,13 +45,15 @@ class Gate:
 
     Args:
         where: the door's host and port.
+        wants: the number that this host is to have, where it starts together with others; None: any.
     """
 
-    def __init__(self, where: tuple[str, int], secret: bytes) -> None:
-        self._where, self._secret = where, secret
+    def __init__(self, where: tuple[str, int], secret: bytes, wants: int | None) -> None:
+        self._where, self._secret, self._wants = where, secret, wants
         self._loop = Loop()
         self._local = Local(self._loop, secret, self._reach)
         self.folder = self._local.folder
+        self._round_trip_s = math.inf  # to the door, the shortest so far
         self._store = local.listen(LOOPBACK, 0)
         self.store_port: int = self._store.getsockname()[1]
 
@@ -61,6 +66,7 @@ class Gate:
         """
         host, port = self._where
         began_s, notice_s = time.monotonic(), _FIRST_NOTICE_S
+        closed = 0
         while True:
             try:
                 about, node = self._loop.run(self._register())
@@ -68,6 +74,11 @@ class Gate:
             except (OSError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             except proof.NotProvenError as error:
+                closed += 1
+                why = str(error)
+                if closed < _CLOSED_TIMES:  # among many strangers one of the job may be closed
+                    time.sleep(_CLOSED_PAUSE_S)
+                    continue
                 raise RefusedError(
                     f"{host}:{port} does not let this host in: {error}. Is it the port of --door, and --secret-file the"
                     " file of the job's first launcher?",
@@ -82,11 +93,14 @@ class Gate:
             time.sleep(_AGAIN_S)
 
     def close(self) -> None:
+        self._loop.end()
         self._store.close()
         self._local.close()
 
     async def _dial(self, kind: proof.Kind, value: int = 0) -> socket.socket:
+        began_s = time.monotonic()
         connection = await local.connect(*self._where)
+        self._round_trip_s = min(self._round_trip_s, time.monotonic() - began_s)
         try:
             await proof.ask(connection, self._secret, kind, value)
         except BaseException:
@@ -98,7 +112,8 @@ class Gate:
         """`node`: the number that this host has, whose connection has ended."""
         connection = await self._dial(proof.Kind.REGISTER)
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
-        me = {"host": socket.gethostname(), "version": __version__} | ({} if node is None else {"node": node})
+        me: dict[str, Any] = {"host": socket.gethostname(), "version": __version__, "wants": self._wants}
+        me |= {} if node is None else {"node": node}
         writer.write(json.dumps(me).encode() + b"\n")
         while (line := await asyncio.wait_for(reader.readline(), SILENT_S)) == b"\n":
             pass  # a sign of life: it waits until the job has begun
@@ -107,12 +122,13 @@ class Gate:
             writer.close()
             raise RefusedError(f"{self._where[0]}:{self._where[1]} does not let this host in: {said['refused']}")
         if node is None:
-            self._local.open(said["node"])
+            self._local.open(said["node"], self._round_trip_s)
             self._loop.begin(local.serve(self._loop, self._store, self._forward))
         self._loop.begin(self._follow(reader, writer, said["node"]))
-        return About(**{name: said[name] for name in ("nodes", "run_id", "elastic", "max_restarts")}), said["node"]
+        names = [field.name for field in dataclasses.fields(About)]
+        return About(**{name: said[name] for name in names}), said["node"]
 
-    async def _forward(self, connection: socket.socket) -> Callable[[], Any]:
+    async def _forward(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
         """To the store. It listens on loopback, where the store itself would let anybody in."""
 
         async def join() -> None:
@@ -142,7 +158,7 @@ class Gate:
             while line := await asyncio.wait_for(reader.readline(), SILENT_S):
                 words = line.split()
                 if len(words) == 3 and words[0] == b"call":
-                    self._loop.begin(self._answer(int(words[1]), int(words[2])))
+                    self._loop.begin(self._answer(int(words[1]), int(words[2]), writer))
         except (TimeoutError, ValueError, OSError) as error:
             why = error
         finally:
@@ -160,8 +176,12 @@ class Gate:
             except (OSError, TimeoutError, ValueError, proof.NotProvenError) as error:
                 _log.debug("the door does not answer: %s", error)
 
-    async def _answer(self, call: int, port: int) -> None:
-        rank = await self._local.rank_at(port)
+    async def _answer(self, call: int, port: int, control: asyncio.StreamWriter) -> None:
+        try:
+            rank = await self._local.rank_at(port)
+        except OSError:
+            control.write(f"none {call}\n".encode())
+            raise
         try:
             connection = await self._dial(proof.Kind.ANSWER, call)
         except BaseException:

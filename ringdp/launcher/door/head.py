@@ -33,8 +33,10 @@ class About:
         run_id: its name in the store.
         elastic: others may come later.
         max_restarts: of all launchers.
+        here: the number of the host with the door.
     """
 
+    here: int
     nodes: int
     run_id: str
     elastic: bool
@@ -51,7 +53,7 @@ class _Launcher:
 
 
 class Door:
-    """Invariant: `_launchers` has those whose connection lives, by node; node 0 is this host. All but `begun` and
+    """Invariant: `_launchers` has those whose connection lives, by node. All but `begun` and
     `close` runs in the loop's thread.
 
     Attributes:
@@ -84,15 +86,16 @@ class Door:
         self._loop.call(self._begun.set)
 
     def close(self) -> None:
+        self._loop.end()
         self._public.close()
         self._local.close()
 
     async def _open(self) -> None:
-        self._local.open(0)
+        self._local.open(self._about.here, 0.0)
         self._loop.begin(local.serve(self._loop, self._public, self._greet))
 
-    async def _greet(self, connection: socket.socket) -> Callable[[], Any]:
-        kind, value = await proof.hear(connection, self._secret)
+    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
+        kind, value = await proof.hear(connection, self._secret, authentic)
         if kind is proof.Kind.ANSWER:
             return lambda: self._answered(connection, value)
         if kind is proof.Kind.REGISTER:
@@ -105,7 +108,7 @@ class Door:
                     local.connect(LOOPBACK, self.store_port)
                     if kind is proof.Kind.STORE
                     else self._local.rank_at(port)
-                    if node == 0
+                    if node == self._about.here
                     else self._reach(node, port)
                 )
             except BaseException:
@@ -152,7 +155,7 @@ class Door:
         beats = asyncio.create_task(beat())
         try:
             said = _read(await asyncio.wait_for(reader.readline(), proof.ANSWER_S))
-            if self._full and self._about.elastic:
+            if not self._missing and self._about.elastic:
                 await self._begun.wait()
             node, why = self._place(said)
             if node is None:
@@ -162,12 +165,13 @@ class Door:
             launcher = self._launchers[node] = _Launcher(node, str(said.get("host", "?"))[:64], writer)
             writer.write(_line(dataclasses.asdict(self._about) | {"node": node}))
             await writer.drain()
-            missing = sum(one not in self._launchers for one in range(1, self._about.nodes))
             if "node" not in said:
-                rest = f", {missing} more to come" if missing else ""
+                rest = f", {len(self._missing)} more to come" if self._missing else ""
                 self._came(f"{launcher.host} has come through the door, as node {node}{rest}")
-            while await asyncio.wait_for(reader.readline(), SILENT_S):
-                pass
+            while line := await asyncio.wait_for(reader.readline(), SILENT_S):
+                words = line.split()
+                if len(words) == 2 and words[0] == b"none" and (answer := self._calls.pop(int(words[1]), None)):
+                    answer.set_exception(ConnectionRefusedError(f"no rank listens there on {launcher.host}"))
         finally:
             beats.cancel()
             if launcher is not None and self._launchers.get(launcher.node) is launcher:
@@ -175,19 +179,22 @@ class Door:
             writer.close()
 
     @property
-    def _full(self) -> bool:
-        """All hosts are there that start together."""
-        return all(node in self._launchers for node in range(1, self._about.nodes))
+    def _missing(self) -> list[int]:
+        """Of the hosts that start together."""
+        return [node for node in range(self._about.nodes) if node not in self._launchers and node != self._about.here]
 
     def _place(self, said: dict[str, Any]) -> tuple[int | None, str]:
         """The number of a host that comes; None: it cannot, and why."""
         if said.get("version") != __version__:
             return None, f"it has ringdp {said.get('version')}, the job {__version__}"
         known = said.get("node")
-        if isinstance(known, int) and 0 < known < self._next_node:
+        if isinstance(known, int) and 0 <= known < self._next_node and known != self._about.here:
             return known, ""  # its connection has ended
-        if not self._begun.is_set() and not self._full:
-            return next(node for node in range(1, self._about.nodes) if node not in self._launchers), ""
+        wanted = said.get("wants")
+        if not self._begun.is_set() and wanted is not None and wanted not in self._missing:
+            return None, f"it wants to be node {wanted} (--node-rank), which is another host, or none of the job's"
+        if not self._begun.is_set() and self._missing:
+            return self._missing[0] if wanted is None else wanted, ""
         if not self._about.elastic:
             return None, f"the job has all of its {self._about.nodes} hosts, and is not elastic (--elastic)"
         self._next_node += 1

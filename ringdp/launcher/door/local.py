@@ -18,7 +18,7 @@ from ringdp.launcher.door import proof
 
 LOOPBACK = "127.0.0.1"
 _PROVE_S = 2.0  # for a connection to prove what it is
-_MOST_UNPROVED = 64
+_MOST_UNPROVED = 256
 _BACKLOG = 1024
 _log = logging.getLogger("ringdp.launch")
 
@@ -32,7 +32,22 @@ class Loop:
         self.relay = _C.Relay()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
-        threading.Thread(target=self._loop.run_forever, name="ringdp-door", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ringdp-door", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """All that it has begun ends, and each relayed connection."""
+
+        async def cancel() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        self.run(cancel())
+        self.call(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        del self.relay
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
         """Run it there, and wait for its result. From another thread."""
@@ -65,28 +80,54 @@ async def _alone(work: Coroutine[Any, Any, Any]) -> None:
         _log.debug("a connection through the door ended: %s: %s", type(error).__name__, error)
 
 
-async def serve(
-    loop: Loop, listener: socket.socket, greet: Callable[[socket.socket], Awaitable[Callable[[], Any] | None]]
-) -> None:
-    """Accept connections. `greet` proves one within two seconds, and returns what happens then.
+class Strangers:
+    """Connections that have proved nothing yet. Invariant: at most so many, and the same number of those that have said
+    an authentic hello, which may be a replay: of more the oldest is closed, so that strangers cost no more."""
 
-    At most so many are unproved at a time: of more the oldest is closed, so that strangers cost this process no more.
-    """
+    def __init__(self) -> None:
+        self._silent: dict[socket.socket, None] = {}
+        self._greeted: dict[socket.socket, None] = {}
+
+    def add(self, connection: socket.socket) -> None:
+        self._put(self._silent, connection)
+
+    def note_authentic(self, connection: socket.socket) -> None:
+        self._silent.pop(connection, None)
+        self._put(self._greeted, connection)
+
+    def remove(self, connection: socket.socket) -> None:
+        self._silent.pop(connection, None)
+        self._greeted.pop(connection, None)
+
+    def _put(self, among: dict[socket.socket, None], connection: socket.socket) -> None:
+        among[connection] = None
+        if len(among) > _MOST_UNPROVED:
+            oldest = next(iter(among))
+            del among[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+
+
+Greet = Callable[[socket.socket, Callable[[], None]], Awaitable[Callable[[], Any]]]
+"""Proves a connection, calls the function when its first message is authentic, and returns what happens then."""
+
+
+async def serve(loop: Loop, listener: socket.socket, greet: Greet) -> None:
+    """Accept connections, each of which has two seconds to prove what it is."""
     listener.setblocking(False)
-    unproved: dict[socket.socket, None] = {}
+    strangers = Strangers()
 
     async def meet(connection: socket.socket) -> None:
         then = None
         try:
-            then = await asyncio.wait_for(greet(connection), _PROVE_S)
+            then = await asyncio.wait_for(greet(connection, lambda: strangers.note_authentic(connection)), _PROVE_S)
         finally:
-            unproved.pop(connection, None)
+            strangers.remove(connection)
             if then is None:
                 connection.close()
-        if then is not None:
-            result = then()
-            if asyncio.iscoroutine(result):
-                await result
+        result = then()
+        if asyncio.iscoroutine(result):
+            await result
 
     while True:
         try:
@@ -97,13 +138,9 @@ async def serve(
             continue
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        unproved[connection] = None
-        if len(unproved) > _MOST_UNPROVED:
-            oldest = next(iter(unproved))
-            del unproved[oldest]
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)
+        strangers.add(connection)
         loop.begin(meet(connection))
+        await asyncio.sleep(0)  # it may have said hello by now, before others take its place
 
 
 async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> socket.socket:
@@ -121,7 +158,8 @@ async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> so
             await asyncio.wait_for(loop.sock_connect(connection, address), timeout_s)
         except (OSError, TimeoutError) as error:
             connection.close()
-            problem = error if isinstance(error, OSError) and error.errno else OSError(f"no answer in {timeout_s:g} s")
+            number = error.errno if isinstance(error, OSError) else None
+            problem = OSError(os.strerror(number) if number else f"no answer in {timeout_s:g} s")
             continue
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
@@ -138,9 +176,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Local:
-    """The folder by which ranks of this host and their launcher find each other: "door" in it names the port that ranks
-    dial, and the number of this host; a file named by its port stands for each port at which a rank listens. Invariant:
-    this process connects others to such a port alone.
+    """The folder by which ranks of this host and their launcher find each other: "door" in it has the port that ranks
+    dial, the number of this host, and the microseconds of a round trip to the door; a file named by its port stands for
+    each port at which a rank listens. Invariant: this process connects others to such a port alone.
 
     Args:
         reach: connects with a rank by its node and port; of other hosts.
@@ -151,9 +189,10 @@ class Local:
         self._loop, self._secret, self._reach = loop, secret, reach
         self._listener = listen(LOOPBACK, 0)
 
-    def open(self, node: int) -> None:
-        """This host is that node. From the loop's thread."""
-        (self.folder / "door.new").write_text(f"{self._listener.getsockname()[1]} {node}\n")
+    def open(self, node: int, round_trip_s: float) -> None:
+        """This host is that node, so far from the door. From the loop's thread."""
+        port = self._listener.getsockname()[1]
+        (self.folder / "door.new").write_text(f"{port} {node} {round_trip_s * 1e6:.0f}\n")
         os.replace(self.folder / "door.new", self.folder / "door")
         self._loop.begin(serve(self._loop, self._listener, self._greet))
 
@@ -171,7 +210,7 @@ class Local:
             raise ConnectionRefusedError(f"no rank of this job listens at port {port}")
         return await connect(LOOPBACK, port)
 
-    async def _greet(self, connection: socket.socket) -> Callable[[], Any]:
+    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
         node, port = proof.read_wish(await proof.receive(connection, proof.WISH_BYTES), self._secret)
 
         async def join() -> None:

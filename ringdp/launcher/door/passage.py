@@ -7,6 +7,10 @@ import dataclasses
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ringdp.config import read_address, read_secret
 from ringdp.launcher import joining
@@ -33,6 +37,12 @@ class Passage:
         """For the ranks."""
         return {"RINGDP_DOOR": str(self.way.folder)}
 
+    def meeting(self, handler: Any) -> None:
+        """torch's rendezvous handler of the nodes: node 0 of them would open a store, and there is one."""
+        args = self.arguments.torchrun
+        if isinstance(handler, StaticTCPRendezvous):
+            handler._store = TCPStore(args.master_addr, args.master_port, None, False, wait_for_workers=False)
+
     def begun(self) -> None:
         """This host's ranks have been started, which are among the first."""
         if isinstance(self.way, Door):
@@ -58,7 +68,7 @@ def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], N
     if args.join is None:
         return None
     host, port = read_address(args.join)
-    gate = Gate((host, port), secret)
+    gate = Gate((host, port), secret, args.node_asked)
     try:
         about, node = gate.enter(args.rdzv_timeout or 600.0, say)
     except RefusedError as error:
@@ -77,11 +87,13 @@ def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], N
 def _open(arguments: Arguments, args: argparse.Namespace, secret: bytes, say: Callable[[str], None]) -> Passage:
     nodes = int(args.nnodes.partition(":")[0])
     run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
-    about = About(nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts)
+    about = About(
+        here=args.node_rank, nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts
+    )
     door = Door(args.door, secret, about, say)
     others = f": {nodes - 1} more to come" if nodes > 1 else ""
     say(f"the door is at port {door.port} of this host{others} (ringrun --join HOST:{door.port} --secret-file FILE)")
-    return Passage(door, _behind(arguments, args, about, 0, door.store_port, f"the door at port {door.port}"))
+    return Passage(door, _behind(arguments, args, about, about.here, door.store_port, f"the door at port {door.port}"))
 
 
 def _behind(

@@ -8,6 +8,7 @@ import enum
 import hmac
 import socket
 import struct
+from collections.abc import Callable
 
 _HELLO, _REPLY, _REFUSAL, _CONFIRM = 1, 2, 3, 4
 _VALUE_BITS = 48
@@ -86,8 +87,13 @@ async def ask(connection: socket.socket, secret: bytes, kind: Kind, value: int =
     await loop.sock_sendall(connection, _C.seal_door_message(secret, hello + reply, _CONFIRM, number))
 
 
-async def hear(connection: socket.socket, secret: bytes) -> tuple[Kind, int]:
+async def hear(
+    connection: socket.socket, secret: bytes, authentic: Callable[[], None] = lambda: None
+) -> tuple[Kind, int]:
     """Of the door: what a connection is for, and its value.
+
+    Args:
+        authentic: is called when its hello is; it may be a replay.
 
     Raises:
         NotProvenError: it is not of this job.
@@ -99,7 +105,8 @@ async def hear(connection: socket.socket, secret: bytes) -> tuple[Kind, int]:
     said = _C.open_door_message(secret, b"", hello)
     if said is None or said[0] != _HELLO:
         raise NotProvenError("no hello of this job")
-    kind, version, number = said
+    authentic()
+    _, version, number = said
     if version != _C.PROTOCOL_VERSION:
         await loop.sock_sendall(connection, _C.seal_door_message(secret, hello, _REFUSAL, number))
         raise NotProvenError(f"it speaks version {version} of the protocol")
@@ -111,7 +118,7 @@ async def hear(connection: socket.socket, secret: bytes) -> tuple[Kind, int]:
     try:
         return Kind(number >> _VALUE_BITS), number & ((1 << _VALUE_BITS) - 1)
     except ValueError:
-        raise NotProvenError(f"a connection of kind {kind}") from None
+        raise NotProvenError(f"a connection of kind {number >> _VALUE_BITS}") from None
 
 
 def read_wish(wish: bytes, secret: bytes) -> tuple[int, int]:

@@ -71,6 +71,11 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   options.links.congestion = config["congestion"].cast<std::string>();
   options.addresses.interface = config["iface"].cast<std::string>();
   options.addresses.advertise = config["advertise"].cast<std::string>();
+  if (!config["door"].is_none()) {
+    const auto [folder, port, node, round_trip_us] =
+        config["door"].cast<std::tuple<std::string, uint16_t, uint32_t, int64_t>>();
+    options.addresses.door = {.folder = folder, .port = port, .node = node, .round_trip_us = round_trip_us};
+  }
   options.links.transport = transport_named(config["transport"].cast<std::string>());
   options.links.checksums = config["checksum"].cast<bool>();
   options.links.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
