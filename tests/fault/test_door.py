@@ -118,9 +118,7 @@ def alone(tmp_path: Path, ranks: int, steps: str) -> set[str]:
     return bits([job])
 
 
-def test_hosts_that_take_no_connections_train_with_the_same_bits(
-    hosts: Callable[..., Hosts], tmp_path: Path
-) -> None:
+def test_hosts_that_take_no_connections_train_with_the_same_bits(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     """Two of three are behind walls; one pair of them is relayed. torch's store is in nobody's reach."""
     lab = hosts(3, [1, 2])
     program = script(tmp_path, TRAIN)

@@ -417,7 +417,7 @@ def stop_in_the_transfer() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         return place(*given)
 
-    transfer._place_for = stop_first
+    transfer._place_for = stop_first  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])

@@ -9,10 +9,8 @@ namespace ringdp {
 namespace {
 
 HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret, bool turns) {
-  HandshakeSelf self{.mine = mine,
-                     .secret = std::move(secret),
-                     .patience = {.padding_ms = padding_patience_ms()},
-                     .turns = turns};
+  HandshakeSelf self{
+      .mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}, .turns = turns};
   random_bytes(self.instance);
   return self;
 }

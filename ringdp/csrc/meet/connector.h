@@ -26,8 +26,8 @@ namespace ringdp {
 
 class Connector {
  public:
-  // `turns`: see HandshakeSelf. `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be connected with it. `streams`,
-  // `congestion`: see ExtraStreams.
+  // `turns`: see HandshakeSelf. `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be
+  // connected with it. `streams`, `congestion`: see ExtraStreams.
   Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
             int streams = 1, std::string congestion = std::string(kSystemCongestion), bool turns = false);
 

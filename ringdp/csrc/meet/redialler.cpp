@@ -312,7 +312,8 @@ void Redialler::on_resumed(HandshakeAttempt& attempt) {
   sockets.front() = attempt.take_socket();
   const int socket = sockets.front().get();
   streams_.forget(facts.peer);
-  streams_.expect(facts.peer, facts.streams, facts.dialled && !facts.turned ? std::optional(facts.address) : std::nullopt);
+  streams_.expect(facts.peer, facts.streams,
+                  facts.dialled && !facts.turned ? std::optional(facts.address) : std::nullopt);
   close(facts.peer);
   ask_for_congestion(socket, streams_.congestion());
   user_.resume(facts.peer, sharing_.transport(facts.peer).open(std::move(sockets)), facts.frames_taken);

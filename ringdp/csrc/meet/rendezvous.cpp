@@ -268,7 +268,9 @@ void RendezvousRun::set_route(int rank) {
   for (const std::string& published : same_network ? std::vector<std::string>() : peer.addresses)
     if (auto address = options_.addresses.door.address_of(published, options_.secret))
       candidates.addresses.push_back(std::move(*address));
-  connector_->set_route(rank, std::move(candidates), !same_processes, first == nullptr || first->open == nullptr);
+  // With a door a lower rank's knock may be the only way.
+  const bool probe = !same_processes || (!same_network && !options_.addresses.door.folder.empty());
+  connector_->set_route(rank, std::move(candidates), probe, first == nullptr || first->open == nullptr);
 }
 
 // Listens on loopback once all ranks are known to be on this host; on addresses that others can reach as soon as one

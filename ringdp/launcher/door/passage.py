@@ -87,9 +87,7 @@ def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], N
 def _open(arguments: Arguments, args: argparse.Namespace, secret: bytes, say: Callable[[str], None]) -> Passage:
     nodes = int(args.nnodes.partition(":")[0])
     run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
-    about = About(
-        here=args.node_rank, nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts
-    )
+    about = About(here=args.node_rank, nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts)
     door = Door(args.door, secret, about, say)
     others = f": {nodes - 1} more to come" if nodes > 1 else ""
     say(f"the door is at port {door.port} of this host{others} (ringrun --join HOST:{door.port} --secret-file FILE)")

@@ -76,12 +76,12 @@ async def ask(connection: socket.socket, secret: bytes, kind: Kind, value: int =
     number = kind << _VALUE_BITS | value
     hello = _C.seal_door_message(secret, b"", _HELLO, number)
     await loop.sock_sendall(connection, hello)
-    reply = await asyncio.wait_for(receive(connection, _C.HANDSHAKE_BYTES), ANSWER_S)
+    reply = await asyncio.wait_for(receive(connection, _C.handshake_bytes()), ANSWER_S)
     said = _C.open_door_message(secret, hello, reply)
     if said is None:
         raise NotProvenError("what answers there is no door of this job")
     if said[0] == _REFUSAL:
-        raise NotProvenError(f"it speaks version {said[1]} of the protocol, this ringdp {_C.PROTOCOL_VERSION}")
+        raise NotProvenError(f"it speaks version {said[1]} of the protocol, this ringdp {_C.protocol_version()}")
     if said[0] != _REPLY or said[2] != number:
         raise NotProvenError("what answers there is no door of this job")
     await loop.sock_sendall(connection, _C.seal_door_message(secret, hello + reply, _CONFIRM, number))
@@ -101,18 +101,18 @@ async def hear(
     from ringdp import _C
 
     loop = asyncio.get_running_loop()
-    hello = await receive(connection, _C.HANDSHAKE_BYTES)
+    hello = await receive(connection, _C.handshake_bytes())
     said = _C.open_door_message(secret, b"", hello)
     if said is None or said[0] != _HELLO:
         raise NotProvenError("no hello of this job")
     authentic()
     _, version, number = said
-    if version != _C.PROTOCOL_VERSION:
+    if version != _C.protocol_version():
         await loop.sock_sendall(connection, _C.seal_door_message(secret, hello, _REFUSAL, number))
         raise NotProvenError(f"it speaks version {version} of the protocol")
     reply = _C.seal_door_message(secret, hello, _REPLY, number)
     await loop.sock_sendall(connection, reply)
-    confirm = _C.open_door_message(secret, hello + reply, await receive(connection, _C.HANDSHAKE_BYTES))
+    confirm = _C.open_door_message(secret, hello + reply, await receive(connection, _C.handshake_bytes()))
     if confirm is None or confirm[0] != _CONFIRM or confirm[2] != number:
         raise NotProvenError("a handshake was replayed")
     try:

@@ -3,7 +3,8 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
+#include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "base/fd.h"
@@ -16,9 +17,12 @@ namespace {
 
 namespace py = pybind11;
 
-std::span<const std::byte> view_of(const std::string& bytes) { return std::as_bytes(std::span(bytes)); }
+std::span<const std::byte> view_of(const py::bytes& bytes) {
+  const std::string_view text = bytes;
+  return std::as_bytes(std::span(text));
+}
 
-py::bytes seal(const std::string& secret, const std::string& transcript, uint32_t type, uint64_t number) {
+py::bytes seal(const py::bytes& secret, const py::bytes& transcript, uint32_t type, uint64_t number) {
   HandshakeFields fields;
   fields.type = static_cast<HandshakeType>(type);
   fields.purpose = Purpose::kDoor;
@@ -29,10 +33,10 @@ py::bytes seal(const std::string& secret, const std::string& transcript, uint32_
 }
 
 // Type, version and number; nullopt: not a message of a door, or of another secret.
-std::optional<std::tuple<uint32_t, uint32_t, uint64_t>> open(const std::string& secret, const std::string& transcript,
-                                                             const std::string& bytes) {
+std::optional<std::tuple<uint32_t, uint32_t, uint64_t>> open(const py::bytes& secret, const py::bytes& transcript,
+                                                             const py::bytes& bytes) {
   HandshakeMessage message{};
-  if (bytes.size() != message.size()) return std::nullopt;
+  if (view_of(bytes).size() != message.size()) return std::nullopt;
   std::copy_n(view_of(bytes).begin(), message.size(), message.begin());
   const auto fields = decode_handshake(message, view_of(secret), view_of(transcript));
   if (!fields || fields->purpose != Purpose::kDoor) return std::nullopt;
@@ -42,8 +46,8 @@ std::optional<std::tuple<uint32_t, uint32_t, uint64_t>> open(const std::string& 
 }  // namespace
 
 void bind_door(py::module_& module) {
-  module.attr("PROTOCOL_VERSION") = kProtocolVersion;
-  module.attr("HANDSHAKE_BYTES") = kHandshakeBytes;
+  module.def("protocol_version", [] { return kProtocolVersion; }, "Of what ranks and launchers say to each other.");
+  module.def("handshake_bytes", [] { return kHandshakeBytes; }, "Of each message of a handshake.");
   module.def("seal_door_message", &seal, py::arg("secret"), py::arg("transcript"), py::arg("type"), py::arg("number"),
              "A message of a handshake (docs/reference/wire_format.md) with a door.");
   module.def("open_door_message", &open, py::arg("secret"), py::arg("transcript"), py::arg("message"),
