@@ -238,7 +238,7 @@ Ends with_tls(std::array<std::unique_ptr<Channel>, 2> channels) {
   static const auto context = make_tls_context({.mode = TlsMode::kSecret});
   for (int rank : {0, 1})
     channels[rank] =
-        make_tls_channel(std::move(channels[rank]), {.context = context, .dials = rank == 1}, kRecordsPerKey);
+        make_tls_channel(std::move(channels[rank]), {.tls = context, .key = {}, .dialled = rank == 1}, kRecordsPerKey);
   Ends ends = ends_of(std::move(channels));
   for (int quiet = 0; quiet < 4; ++quiet)
     for (auto& it : ends)
@@ -258,8 +258,8 @@ Ends connected_by(const Transport& transport, bool faulty) {
     plan.transports[1 - rank] = choose_transport(&transport, &transport, true);
     plan.pids.resize(2, -1);
     plan.ring_bytes = PairMemory::kMinRingBytes;
-    std::vector<Fd> to(2);
-    to[1 - rank] = std::move(sockets[rank]);
+    std::vector<PeerSocket> to(2);
+    to[1 - rank] = PeerSocket(std::move(sockets[rank]), {.dialled = rank == 1});
     setups[rank] = std::make_unique<SharedSetup>(rank, std::move(to), std::move(plan));
   }
   for (Deadline limit = Deadline::after_ms(kWakeMs); !setups[0]->complete() || !setups[1]->complete();) {

@@ -8,8 +8,11 @@
 namespace ringdp {
 namespace {
 
-HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret) {
+HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret,
+                      std::shared_ptr<const TlsContext> tls) {
   HandshakeSelf self{.mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}};
+  self.mine.tls = tls_mode_of(tls.get());
+  self.tls = std::move(tls);
   random_bytes(self.instance);
   return self;
 }
@@ -17,8 +20,8 @@ HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret
 }  // namespace
 
 Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-                     int streams, std::string congestion)
-    : self_(self_of(mine, std::move(secret))),
+                     int streams, std::string congestion, std::shared_ptr<const TlsContext> tls)
+    : self_(self_of(mine, std::move(secret), std::move(tls))),
       accepting_(self_),
       dialing_(self_, wanted),
       established_(self_.world(), ExtraStreams(self_.world(), streams, std::move(congestion))) {}

@@ -290,7 +290,7 @@ void RendezvousRun::listen_if_known() {
   const auto published = addresses_to_publish(listeners, away ? options_.addresses.advertise : "");
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion);
+  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion, options_.links.tls);
   connector_->listener().listen_on(std::move(listeners));
   ranks_.publish_addresses(published);
 }

@@ -64,7 +64,8 @@ struct LinkSettings {
   std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
   int full_mesh_ranks = kFullMeshRanks;  // in jobs of more, pairs connect when they first need it; the same on all
   bool heals = true;                     // replaces broken connections: this rank keeps listening
-  std::size_t shm_ring_bytes = 0;        // shared with each rank of this host, each way; 0: see shared_ring_bytes
+  std::shared_ptr<const TlsContext> tls = {};  // over TCP; null: none. The same mode on all
+  std::size_t shm_ring_bytes = 0;              // shared with each rank of this host, each way; 0: see shared_ring_bytes
 };
 
 // How long to wait for the others.

@@ -77,7 +77,7 @@ void TransportSetup::run(Connector& connector, const std::function<void()>& look
 
 void TransportSetup::begin(std::vector<Connector::Connected> connected) {
   SharedSetup::Plan plan = this->plan();
-  std::vector<Fd> sockets(world_);
+  std::vector<PeerSocket> sockets(world_);
   congestion_problem_ = ask_for_congestion(connected, options_.links.congestion);
   std::vector<std::vector<Fd>> streams(world_);
   for (Connector::Connected& it : connected) {

@@ -67,7 +67,7 @@ Digest derived(const Digest& key, std::string_view label, std::span<const std::b
 // A Channel of ciphertext below, of plaintext above. Invariant: `out_` is empty or waits for room of the channel below.
 class TlsChannel final : public Channel, private NetworkPath {
  public:
-  TlsChannel(std::unique_ptr<Channel> inner, const TlsEnd& end, uint64_t records_per_key);
+  TlsChannel(std::unique_ptr<Channel> inner, const Protection& protection, uint64_t records_per_key);
   ~TlsChannel() override;
 
   IoResult send(std::span<const iovec> pieces) override;
@@ -120,7 +120,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   void note_more();
 
   const std::unique_ptr<Channel> inner_;
-  const TlsEnd end_;
+  const Protection protection_;
   const Digest secret_;  // of TLS
   const uint64_t records_per_key_;
   const unsigned generation_ = fork_generation();
@@ -277,23 +277,23 @@ std::string openssl_version(const std::string& library) {
 
 namespace {
 
-TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const TlsEnd& end, uint64_t records_per_key)
+TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protection, uint64_t records_per_key)
     : inner_(std::move(inner)),
-      end_(end),
-      secret_(derived(end.key, "ringdp tls")),
+      protection_(protection),
+      secret_(derived(protection.key, "ringdp tls")),
       records_per_key_(records_per_key),
-      ssl_(openssl::functions().SSL_new(end.context->context())),
+      ssl_(openssl::functions().SSL_new(protection.tls->context())),
       poll_(epoll_create1(EPOLL_CLOEXEC)),
       more_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!poll_ || !more_) throw_system("create the descriptors of a TLS connection", errno);
   const openssl::Functions& ssl = openssl::functions();
-  openssl::Bio* const bio = ssl_ != nullptr ? ssl.BIO_new(end_.context->kind()) : nullptr;
+  openssl::Bio* const bio = ssl_ != nullptr ? ssl.BIO_new(protection_.tls->kind()) : nullptr;
   need(bio != nullptr, "no connection");
   ssl.BIO_set_data(bio, this);
   ssl.BIO_set_init(bio, 1);
   ssl.SSL_set_bio(ssl_, bio, bio);
   ssl.SSL_set_ex_data(ssl_, kOwnData, this);
-  if (end_.dials) {
+  if (protection_.dialled) {
     ssl.SSL_set_connect_state(ssl_);
   } else {
     ssl.SSL_set_accept_state(ssl_);
@@ -418,7 +418,7 @@ Digest TlsChannel::proof(bool of_dialler) {
       ssl_, reinterpret_cast<unsigned char*>(exported.data()), exported.size(), kExporter.data(), kExporter.size(),
       nullptr, 0, 0);
   if (done != 1) fail("TLS: no keys can be exported: " + problem_text());
-  return derived(end_.key, of_dialler ? "ringdp tls, dialled" : "ringdp tls, accepted", exported);
+  return derived(protection_.key, of_dialler ? "ringdp tls, dialled" : "ringdp tls, accepted", exported);
 }
 
 bool TlsChannel::proceed() {
@@ -430,20 +430,20 @@ bool TlsChannel::proceed() {
       note(result);
       return false;
     }
-    const bool secret = end_.context->mode() == TlsMode::kSecret;
+    const bool secret = protection_.tls->mode() == TlsMode::kSecret;
     if (secret && ssl.SSL_session_reused(ssl_) != 1) {
       fail("TLS: the other end has not used the secret");
       return false;
     }
     stage_ = secret ? Stage::kOpen : Stage::kProof;
-    if (!secret) write(proof(end_.dials));
+    if (!secret) write(proof(protection_.dialled));
   }
   while (stage_ == Stage::kProof) {
     const auto got = read(std::span(theirs_).subspan(theirs_filled_));
     if (!got) return false;
     theirs_filled_ += *got;
     if (theirs_filled_ < theirs_.size()) continue;
-    if (equal_bytes(theirs_, proof(!end_.dials)))
+    if (equal_bytes(theirs_, proof(!protection_.dialled)))
       stage_ = Stage::kOpen;
     else
       fail("TLS: the other end is not the rank of the handshake before it", EKEYREJECTED);
@@ -572,8 +572,9 @@ IoResult TlsChannel::receive(std::span<const iovec> pieces) {
 
 }  // namespace
 
-std::unique_ptr<Channel> make_tls_channel(std::unique_ptr<Channel> inner, const TlsEnd& end, uint64_t records_per_key) {
-  return std::make_unique<TlsChannel>(std::move(inner), end, records_per_key);
+std::unique_ptr<Channel> make_tls_channel(std::unique_ptr<Channel> inner, const Protection& protection,
+                                          uint64_t records_per_key) {
+  return std::make_unique<TlsChannel>(std::move(inner), protection, records_per_key);
 }
 
 }  // namespace ringdp

@@ -14,7 +14,9 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "base/fd.h"
 #include "base/sha256.h"
 #include "transport/channel.h"
 
@@ -41,17 +43,29 @@ TlsMode tls_mode_of(const TlsContext* context);  // null: kPlain
 
 std::string openssl_version(const std::string& library = {});  // throws as make_tls_context does
 
-// One end of a connection.
-struct TlsEnd {
-  std::shared_ptr<const TlsContext> context;  // not null
-  Digest key{};                               // of this connection, the same at both ends
-  bool dials = false;                         // this side is TLS's client
+// How one end of a connection protects what goes over it.
+struct Protection {
+  std::shared_ptr<const TlsContext> tls = {};  // null: its bytes go as they are
+  Digest key{};          // of this connection alone, the same at both ends: from the job's secret and the handshake
+  bool dialled = false;  // by this side, which is TLS's client
+};
+
+// The first connection of a pair, after its handshake. Owns the descriptor.
+struct PeerSocket {
+  PeerSocket() = default;
+  PeerSocket(Fd fd_, Protection protection_ = {}) : fd(std::move(fd_)), protection(std::move(protection_)) {}
+
+  int get() const noexcept { return fd.get(); }
+  explicit operator bool() const noexcept { return static_cast<bool>(fd); }
+
+  Fd fd;
+  Protection protection;
 };
 
 // No key may protect more than 2^24.5 records (RFC 8446, section 5.5).
 inline constexpr uint64_t kTlsRecordsPerKey = uint64_t{1} << 22;
 
-std::unique_ptr<Channel> make_tls_channel(std::unique_ptr<Channel> inner, const TlsEnd& end,
+std::unique_ptr<Channel> make_tls_channel(std::unique_ptr<Channel> inner, const Protection& protection,
                                           uint64_t records_per_key = kTlsRecordsPerKey);
 
 }  // namespace ringdp
