@@ -332,6 +332,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tupl
     "streams": ({"streams": 4}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: 4 at rank 0, 8 at rank 1",)),
     "streams of one": ({}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: auto at rank 0, 8 at rank 1",)),
     "checksums": ({"checksums": True}, {}, (2, 2), ("RINGDP_CHECKSUM differs: 1 at rank 0, 0 at rank 1",)),
+    "TLS": (
+        {"secret": b"a" * 32, "tls": True},
+        {"secret": b"a" * 32},
+        (2, 2),
+        ("RINGDP_TLS differs: TLS with the job's secret at rank 0, no TLS at rank 1",),
+    ),
     "secret": ({"secret": b"a" * 32}, {"secret": b"b" * 32}, (2, 2), ("rank 1's secret is not rank 0's",)),
     "table": (
         {"table": {"fold_sent_bytes": 1}, "table_source": "built in"},

@@ -188,6 +188,7 @@ Mesh RendezvousRun::mesh() {
     met.hello = ranks_[peer].hello;
     if (peer == rank_) continue;
     met.transport = &sharing.transport(peer);
+    met.tls = options_.links.tls && met.transport->open != nullptr;
     met.checksums = options_.links.checksums && met.transport->checksums;
     if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
     met.channel = sharing.take(peer);

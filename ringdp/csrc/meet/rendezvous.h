@@ -104,6 +104,7 @@ struct MeshPeer {
   std::string hello;
   std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
   const Transport* transport = nullptr;  // the present or future one; null for this rank itself
+  bool tls = false;                      // over its connections
   bool checksums = false;                // both ends send them behind the headers of their frames
 };
 

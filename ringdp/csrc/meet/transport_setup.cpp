@@ -200,7 +200,9 @@ void TransportSetup::log_transports() const {
   }
   std::vector<std::string> used;
   for (const Transport* it : transports())
-    if (users.contains(it)) used.push_back(std::string(it->title) + " with " + ranks_text(users[it]));
+    if (users.contains(it))
+      used.push_back(std::string(it->title) + (options_.links.tls && it->open != nullptr ? kWithTls : "") + " with " +
+                     ranks_text(users[it]));
   const Transport* named = ranks_.self().transport;
   const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,

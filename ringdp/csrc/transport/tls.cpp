@@ -54,7 +54,6 @@ constexpr std::size_t kPayloadBytes = kRecordBytes - kHeadBytes;
 constexpr std::size_t kBatchBytes = 128 * 1024;  // encrypted for one system call, and read by one
 constexpr uint64_t kTellBytes = 128 * 1024;      // received, after which an own record tells the peer
 constexpr int kOwnData = 0;                      // SSL_get_app_data
-constexpr const char* kCut = "the connection ended without a goodbye";
 
 std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
@@ -81,7 +80,7 @@ class TlsChannel final : public Channel, private NetworkPath {
     flush();
   }
   int poll_fd() const override { return poll_.get(); }
-  std::string describe() const override { return inner_->describe() + ", TLS 1.3"; }
+  std::string describe() const override { return inner_->describe() + kWithTls; }
   std::string why_ended() const override { return why_; }
   NetworkPath* path() override { return this; }
 
@@ -369,7 +368,7 @@ void TlsChannel::note(int result) {
   const int kind = ssl.SSL_get_error(ssl_, result);
   if (kind == openssl::kErrorWantRead) {
     if (below_.status == IoStatus::kBroken) return fail("", below_.error_number);
-    if (below_.status == IoStatus::kClosed) return fail(kCut, ECONNRESET);
+    if (below_.status == IoStatus::kClosed) return fail("", 0);  // as a process ends that was killed
     return;
   }
   if (kind == openssl::kErrorZeroReturn) {
@@ -384,9 +383,9 @@ void TlsChannel::note(int result) {
     return fail((told ? "TLS: the other end has found damaged bytes on the connection ("
                       : "TLS: bytes on the connection were changed on the way (") +
                 problem + ")");
-  const char* certificate = verified != 0 ? ssl.X509_verify_cert_error_string(verified) : nullptr;
   // A failure of this rank's own check is final; the message of another may be anybody's.
-  const bool refused = certificate != nullptr && !told;
+  const bool refused = problem == "certificate verify failed";
+  const char* certificate = refused ? ssl.X509_verify_cert_error_string(verified) : "";
   fail("TLS: the handshake failed: " +
            (refused ? std::string("the certificate of the other end: ") + certificate : problem),
        refused ? EKEYREJECTED : EBADMSG);
@@ -485,8 +484,7 @@ bool TlsChannel::read_head() {
   head_filled_ = 0;
   const auto arrived = ringdp::take<uint64_t>(head_.data());
   payload_left_ = ringdp::take<uint32_t>(head_.data() + 8);
-  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kPayloadBytes)
-    fail("TLS: a record that no rank sends", EPROTO);
+  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kPayloadBytes) fail("TLS: a record that no rank sends");
   arrived_ = std::max(arrived_, std::min(arrived, sent_));
   return stage_ == Stage::kOpen;
 }

@@ -33,7 +33,9 @@ struct TlsSettings {
   std::string library = {};  // empty: OpenSSL 3 of this system
 };
 
-std::string tls_mode_text(TlsMode mode);  // "none", "by the job's secret", "with certificates"
+inline constexpr const char* kWithTls = ", TLS 1.3";  // behind a transport's name
+
+std::string tls_mode_text(TlsMode mode);  // "TLS with the job's secret"
 
 class TlsContext;
 
