@@ -758,6 +758,9 @@ def on_change(
 ) -> None:
     """Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay)."""
 
+def openssl_version(library: str = "") -> str:
+    """Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none."""
+
 def operations() -> list[OperationRecord]:
     """The last operations of the job's connections, as they were called; [] without a default group of ring."""
 

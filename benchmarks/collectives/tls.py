@@ -86,9 +86,7 @@ def run_rank(joined: session.Joined) -> None:
 
 
 def _group(secret: str, tls: bool) -> dist.ProcessGroup:
-    config = dataclasses.replace(
-        RingConfig.from_environment(), secret=bytes.fromhex(secret), tls=tls, transport="tcp"
-    )
+    config = dataclasses.replace(RingConfig.from_environment(), secret=bytes.fromhex(secret), tls=tls, transport="tcp")
     group = dist.new_group(backend="ring", pg_options=config)
     assert group is not None
     return group

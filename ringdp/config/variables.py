@@ -546,7 +546,7 @@ def _similar(name: str, known: str) -> bool:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
     """The ``RINGDP_*`` variables that ringdp does not read, each with the known ones of the most similar names."""
     return {
-        name: difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0)
+        name: difflib.get_close_matches(name, VARIABLES, n=6, cutoff=0.0)
         for name in sorted(environ)
         if name.startswith("RINGDP_")
         and name not in (*VARIABLES, *_BETWEEN_OURSELVES)

@@ -219,8 +219,8 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tls",
         action="store_true",
-        help="Ranks speak TLS 1.3 over TCP, keyed by the job's secret (RINGDP_TLS=1); several hosts need --secret-file, "
-        "except with -H.",
+        help="Ranks speak TLS 1.3 over TCP, keyed by the job's secret (RINGDP_TLS=1). Without -H several hosts need "
+        "--secret-file.",
     )
     group.add_argument(
         "--elastic",

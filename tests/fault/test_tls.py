@@ -18,12 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import ringdp
 from ringdp.config import RingConfig, variables
 from ringdp.errors import PeerLostError, RingError, SystemResourceError
 from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, core
+from tests.fault import elastic_jobs
+from tests.fault.elastic_jobs import Told
+from tests.fault.elastic_join_jobs import Jobs
+from tests.fault.elastic_oracle import compare
+from tests.fault.faults import Faults
 from tests.fault.hosts import Outcome, RankServer, RankSpec
+from tests.fault.test_elastic_join import one_comes_and_one_leaves
 from tests.helpers import need_command
 
 SECRET = b"s" * 32
@@ -265,7 +272,7 @@ def add_up(spec: RankSpec, outcome: Outcome) -> None:
     ones = torch.full((300_000,), float(spec.rank + 1))
     dist.all_reduce(ones)
     assert bool((ones == 3).all())
-    outcome.value = ringdp.transports()
+    assert set(ringdp.transports().values()) == {"tcp, TLS 1.3"}
     dist.destroy_process_group()
 
 
@@ -292,9 +299,10 @@ def test_without_a_secret_file_it_is_refused(server: RankServer, tmp_path: Path)
 
 def test_without_openssl_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "TLS_LIBRARY", "libssl.so.none")
-    with pytest.raises(SystemResourceError, match=r"needs OpenSSL's libssl\.so\.none: .*; install OpenSSL 3 on this host"):
+    words = r"needs OpenSSL's libssl\.so\.none: .*; install OpenSSL 3 on this host"
+    with pytest.raises(SystemResourceError, match=words):
         dist.init_process_group(
-            "ring", store=dist.HashStore(), rank=0, world_size=1, pg_options=RingConfig(tls=True, secret=SECRET)
+            "ring", store=HashStore(), rank=0, world_size=1, pg_options=RingConfig(tls=True, secret=SECRET)
         )
     assert not dist.is_initialized()
 
@@ -341,7 +349,6 @@ def test_certificates(server: RankServer, tmp_path: Path, secret: str, what: str
     assert time.monotonic() - begin < 2 * SOON_S
     if what == "right":
         assert [it.text for it in outcomes] == ["", ""]
-        assert [list(it.value.values()) for it in outcomes] == [["tcp, TLS 1.3"], ["tcp, TLS 1.3"]]
     elif what == "key of another":
         assert outcomes[1].error == "InvalidArgumentError"
         assert re.search(r"RINGDP_TLS_KEY=\S+rank0.key cannot be used: key values mismatch", outcomes[1].text)
@@ -362,20 +369,22 @@ def everywhere(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.usefixtures("everywhere")
-def test_an_elastic_job_loses_a_rank(tmp_path: Path) -> None:
-    from tests.fault.elastic_oracle import compare
-    from tests.fault.faults import Faults
+def train_with_tls(folder: str, *arguments: Any, **options: Any) -> Told:
+    """The job without elasticity, with which it is compared, has none."""
+    if options.get("elastic", True):
+        os.environ |= {"RINGDP_TLS": "1", "RINGDP_SECRET_FILE": f"{folder}/secret"}
+        assert RingConfig.from_environment().tls
+    return elastic_jobs.train(folder, *arguments, **options)
 
-    told = compare(tmp_path, 3, Faults().kill(1, 1, "first bucket"))
+
+@pytest.mark.usefixtures("secret")
+def test_an_elastic_job_loses_a_rank(tmp_path: Path) -> None:
+    told = compare(tmp_path, 3, Faults().kill(1, 1, "first bucket"), train_with_tls, transport="tcp")
     assert all(one.sizes[-1] == 2 for one in told.values())
 
 
 @pytest.mark.usefixtures("everywhere")
 def test_an_elastic_job_gets_a_newcomer(tmp_path: Path) -> None:
-    from tests.fault.elastic_join_jobs import Jobs
-    from tests.fault.test_elastic_join import one_comes_and_one_leaves
-
     job = Jobs(tmp_path, step_s=0.02)
     try:
         one_comes_and_one_leaves(job)
