@@ -207,7 +207,13 @@ class Reconfiguration:
     """One rank's part in meetings by handles, without a store."""
 
     def __init__(
-        self, *, secret: str | bytes = b"", transport: str = "auto", checksums: bool = False, interface: str = ""
+        self,
+        *,
+        secret: str | bytes = b"",
+        transport: str = "auto",
+        checksums: bool = False,
+        interface: str = "",
+        tls: bool = False,
     ) -> None: ...
     def handle(self) -> str: ...
     def meet(
