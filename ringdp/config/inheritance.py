@@ -21,6 +21,10 @@ MARK = "RINGDP_RANK_PROCESS"
 
 PLACES = (
     "RINGDP_SECRET_FILE",
+    "RINGDP_TLS",
+    "RINGDP_TLS_CERT",
+    "RINGDP_TLS_KEY",
+    "RINGDP_TLS_CA",
     "RINGDP_REPORT_FILE",
     "RINGDP_DUMP_DIR",
     "RINGDP_METRICS_DIR",
@@ -31,7 +35,8 @@ PLACES = (
     "RINGDP_MIN_RANKS",
     "RINGDP_MAX_RANKS",
 )
-"""Variables of ringdp that belong to one job: where it writes, its secret, and whether it goes on without ranks."""
+"""Variables of ringdp that belong to one job: where it writes, its secret and what is keyed by it, and whether it goes
+on without ranks."""
 
 _LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_\w+"

@@ -37,6 +37,10 @@ from ringdp.errors import InvalidArgumentError, SystemResourceError
 
 VARIABLES: Mapping[str, str] = {
     "RINGDP_SECRET_FILE": "path of a file of mode 0600 with 64 hexadecimal characters, the job's secret",
+    "RINGDP_TLS": "1: ranks speak TLS 1.3 over TCP, keyed by the job's secret (ringrun --tls sets it); 0: they do not",
+    "RINGDP_TLS_CERT": "path of this rank's certificate (PEM), where a certificate is to prove who a rank is, too",
+    "RINGDP_TLS_KEY": "path of the private key of RINGDP_TLS_CERT (PEM)",
+    "RINGDP_TLS_CA": "path of the certificates (PEM) that must have signed those of the other ranks",
     "RINGDP_HOST_ID": "a name for this host, where ranks that share a kernel must count as several hosts",
     "RINGDP_SITE": "a name for where this host stands (paris), where hosts of several places are far apart",
     "RINGDP_IFACE": "network interfaces to use between hosts: eth0 | eth,ib | 10.0.0.0/8 | all but some: ^docker,br-",
@@ -76,6 +80,9 @@ _BETWEEN_OURSELVES = ("RINGDP_REPORT_FILE",)  # ringrun to its ranks
 
 CHECKSUM_BY_DEFAULT = False
 """Whether frames over TCP carry a checksum where RINGDP_CHECKSUM is not set (docs/how-to/failures.md says why)."""
+
+TLS_LIBRARY = "libssl.so.3"
+"""The library of OpenSSL that RINGDP_TLS loads."""
 
 FULL_MESH_RANKS = 16
 """Jobs of up to so many ranks connect all pairs when they meet, where RINGDP_FULL_MESH_RANKS is not set."""
@@ -137,6 +144,10 @@ class RingConfig:
     Attributes:
         secret: 32 bytes that every rank of the job knows; None lets rank 0 make them and publish them in the
             store.
+        tls: ranks encrypt what goes over TCP, with TLS 1.3, and detect any change of it; needs ``secret``. The same on
+            all ranks. Shared memory stays as it is.
+        tls_cert, tls_key, tls_ca: files of PEM with this rank's certificate, its key, and those that must have signed
+            the other ranks' certificates; all three, or empty.
         host_id: a name that tells hosts apart which share a kernel; empty where none is needed.
         site: a name for where this host stands; empty where all hosts are near. Ranks of one site count as one host
             for the algorithms: compressed gradients are added up inside a site and coded between sites only. All
@@ -183,6 +194,10 @@ class RingConfig:
     """
 
     secret: bytes | None = dataclasses.field(default=None, repr=False)
+    tls: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     host_id: str = ""
     site: str = ""
     host_name: str = dataclasses.field(default_factory=socket.gethostname)
@@ -209,6 +224,7 @@ class RingConfig:
     def __post_init__(self) -> None:
         if self.secret is not None and len(self.secret) != 32:
             raise InvalidArgumentError(f"secret must be 32 bytes, not {len(self.secret)}")
+        self._check_tls()
         for field, limit in (("host_id", 256), ("site", 256), ("host_name", 256), ("iface", 512), ("advertise", 255)):
             text = getattr(self, field)
             if len(text) > limit or any(c.isspace() or not c.isprintable() for c in text):
@@ -249,6 +265,22 @@ class RingConfig:
         if not 0 <= self.epoch < 2**32:
             raise InvalidArgumentError(f"epoch must be between 0 and {2**32 - 1}, not {self.epoch}")
 
+    def _check_tls(self) -> None:
+        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key, "tls_ca": self.tls_ca}
+        missing = [name for name, path in files.items() if not path]
+        if given := [name for name, path in files.items() if path]:
+            if not self.tls:
+                raise InvalidArgumentError(f"{given[0]} is given, and TLS is off: RINGDP_TLS=1 switches it on")
+            if missing:
+                raise InvalidArgumentError(
+                    f"{missing[0]} is missing: RINGDP_TLS_CERT, RINGDP_TLS_KEY and RINGDP_TLS_CA go together"
+                )
+        if self.tls and self.secret is None:
+            raise InvalidArgumentError(
+                "tls needs the job's secret in a file on every host (RINGDP_SECRET_FILE, ringrun --secret-file):"
+                " without one, rank 0 publishes a secret in the store, where whoever reaches that can read it"
+            )
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RingConfig:
         """Read the ``RINGDP_*`` variables; an empty one counts as not set.
@@ -279,7 +311,7 @@ class RingConfig:
         """The fields as the C++ side takes them; its repr leaves the secret out, so that no traceback shows it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         table: tuning.Tuning = fields.pop("tuning")
-        return _Fields(fields, table=dict(table.limits), table_source=table.source)
+        return _Fields(fields, table=dict(table.limits), table_source=table.source, tls_library=TLS_LIBRARY)
 
 
 def _transport_names() -> list[str]:
@@ -520,7 +552,7 @@ def _similar(name: str, known: str) -> bool:
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
     """The ``RINGDP_*`` variables that ringdp does not read, each with the known ones of the most similar names."""
     return {
-        name: difflib.get_close_matches(name, VARIABLES, n=3, cutoff=0.0)
+        name: difflib.get_close_matches(name, VARIABLES, n=6, cutoff=0.0)
         for name in sorted(environ)
         if name.startswith("RINGDP_")
         and name not in (*VARIABLES, *_BETWEEN_OURSELVES)
@@ -555,6 +587,10 @@ def apply_log_level(environ: Mapping[str, str] | None = None, *, rank: int | Non
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "RINGDP_SECRET_FILE": ("secret", read_secret),
+    "RINGDP_TLS": ("tls", functools.partial(switch, "RINGDP_TLS")),
+    "RINGDP_TLS_CERT": ("tls_cert", os.path.abspath),
+    "RINGDP_TLS_KEY": ("tls_key", os.path.abspath),
+    "RINGDP_TLS_CA": ("tls_ca", os.path.abspath),
     "RINGDP_HOST_ID": ("host_id", str),
     "RINGDP_SITE": ("site", str),
     "RINGDP_IFACE": ("iface", str),

@@ -99,6 +99,8 @@ inline void bind_transports(pybind11::module_& module) {
         return out;
       },
       "All transports, in the order in which RINGDP_TRANSPORT=auto prefers them: a dict for each.");
+  module.def("openssl_version", &openssl_version, py::arg("library") = "",
+             "Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none.");
 }
 
 }  // namespace ringdp

@@ -217,7 +217,7 @@ def traffic_of_process() -> Traffic:
 
 
 def transports() -> dict[int, str]:
-    """The transport between this rank and each other one: ``{rank: "shm"}``, for example.
+    """The transport between this rank and each other one: ``{1: "shm", 2: "tcp, TLS 1.3"}``, for example.
 
     Raises:
         InvalidStateError: before `init`, or the default process group does not use ``ring``.

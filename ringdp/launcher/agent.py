@@ -131,6 +131,8 @@ def _run(
     metrics.begin(args, orders.folder)
     if orders.secret_file is not None:
         os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
+    if args.tls:
+        os.environ["RINGDP_TLS"] = "1"
     of_this_attempt: list[RankLogs] = []
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
     config, entrypoint, entrypoint_args = torchrun.config_from_args(args)

@@ -217,6 +217,12 @@ def get_parser() -> argparse.ArgumentParser:
         "host the launcher makes one by itself.",
     )
     group.add_argument(
+        "--tls",
+        action="store_true",
+        help="Ranks speak TLS 1.3 over TCP, keyed by the job's secret (RINGDP_TLS=1). Without -H several hosts need "
+        "--secret-file.",
+    )
+    group.add_argument(
         "--elastic",
         action="store_true",
         help="Go on without a rank that dies: the others make the step again without it, and the job ends well when "
@@ -366,6 +372,10 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         except RingError as error:
             given = "--secret-file " if args.secret_file else "RINGDP_SECRET_FILE="
             parser.error(str(error).replace("RINGDP_SECRET_FILE=", given))
+    if args.tls and not secret and not on_a_node and (args.join or (max_nodes > 1 and placement is None)):
+        parser.error(
+            "--tls needs the job's secret on every host: --secret-file FILE, the same file contents on all of them"
+        )
     return Arguments(
         torchrun=args,
         secret_file=Path(secret).absolute() if secret else None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringdp.config import threads
+from ringdp.errors import SystemResourceError
 
 _ABOUT = "Print versions, cores, memory, devices and the variables that change how ringdp works; put it into reports."
 _PACKAGES = ("numpy", "lightning", "pytorch-lightning", "accelerate", "transformers", "ray", "torchft-nightly")
@@ -51,6 +52,7 @@ def _facts(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
     yield "versions", versions()
     yield "built by", f"{_build_info.COMPILER}, CUDA {_build_info.CUDA or 'none'}"
+    yield "OpenSSL", _openssl()
     yield "system", f"{platform.platform()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}"
     yield "processor", _first("/proc/cpuinfo", "model name") or platform.machine()
     yield "cores", f"{threads.usable_cores()} usable of {os.cpu_count()}"
@@ -65,6 +67,15 @@ def _facts(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in sorted(variables):
         if name.startswith(_PREFIXES):
             yield name, variables[name]
+
+
+def _openssl() -> str:
+    from ringdp import _C
+
+    try:
+        return str(_C.openssl_version())
+    except SystemResourceError as error:
+        return f"none that RINGDP_TLS can use: {error}"
 
 
 def _first(file: str, name: str) -> str | None:

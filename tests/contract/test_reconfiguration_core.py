@@ -197,6 +197,24 @@ def test_settings_that_differ_are_named_on_both(party: Party) -> None:
             one.meet(80, handles)
 
 
+def test_with_tls() -> None:
+    party = Party(3, secret=b"s" * 32, transport="tcp", tls=True)
+    plain = core.Reconfiguration(secret=b"s" * 32)
+    try:
+        for who in ([0, 1], [2, 1, 0]):
+            party.meet(who)
+            party.add_up(who)
+            assert {it for i in who for it in party.runtimes[i].transports().values()} == {"tcp, TLS 1.3"}
+        handles = [party.handles[0], plain.handle()]
+        for one in (party.ranks[0], plain):
+            with pytest.raises(
+                HandshakeError, match=r"RINGDP_TLS differs: TLS with the job's secret on host .* no TLS on"
+            ):
+                one.meet(80, handles)
+    finally:
+        party.close()
+
+
 def test_strangers_at_the_port_change_nothing(party: Party) -> None:
     text = bytes.fromhex(party.handles[0].removeprefix(PREFIX)).decode()
     addresses = dict(line.split("=", 1) for line in text.splitlines())["addresses"].split(",")

@@ -175,6 +175,7 @@ class Runtime:
         streams: int = 0,
         congestion: str = "auto",
         heal_ms: int = 4000,
+        tls: bool = False,
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.
@@ -206,7 +207,13 @@ class Reconfiguration:
     """One rank's part in meetings by handles, without a store."""
 
     def __init__(
-        self, *, secret: str | bytes = b"", transport: str = "auto", checksums: bool = False, interface: str = ""
+        self,
+        *,
+        secret: str | bytes = b"",
+        transport: str = "auto",
+        checksums: bool = False,
+        interface: str = "",
+        tls: bool = False,
     ) -> None: ...
     def handle(self) -> str: ...
     def meet(
@@ -378,6 +385,9 @@ def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
     those
     that RINGDP_IFACE=spec chooses, in its order; None: all.
     """
+
+def openssl_version(library: str = "") -> str:
+    """Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none."""
 
 def reduction_supported(dtype: str, op: str) -> bool: ...
 def registered_transports() -> list[dict[str, Any]]:

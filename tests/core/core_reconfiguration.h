@@ -29,18 +29,19 @@ inline void bind_reconfiguration(pybind11::module_& module, void (*check_interru
   namespace py = pybind11;
   py::class_<Reconfiguration>(module, "Reconfiguration", "One rank's part in meetings by handles, without a store.")
       .def(py::init([](const std::string& secret, const std::string& transport, bool checksums,
-                       const std::string& interface) {
+                       const std::string& interface, bool tls) {
              RendezvousOptions options;
              const auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
              options.secret.assign(bytes.begin(), bytes.end());
              options.links.transport = transport_named(transport);
              options.links.checksums = checksums;
+             if (tls) options.links.tls = make_tls_context({.mode = TlsMode::kSecret});
              options.addresses.interface = interface;
              options.tables.text = tables_text(tables_from(TuningLimits{}));
              return std::make_unique<Reconfiguration>(std::move(options));
            }),
            py::kw_only(), py::arg("secret") = py::bytes(), py::arg("transport") = "auto", py::arg("checksums") = false,
-           py::arg("interface") = "")
+           py::arg("interface") = "", py::arg("tls") = false)
       .def("handle", &Reconfiguration::handle, py::call_guard<py::gil_scoped_release>())
       .def(
           "meet",

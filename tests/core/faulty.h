@@ -25,6 +25,7 @@ class FaultyChannel final : public Channel, private DirectReader {
   void close_send() override { inner_->close_send(); }
   int poll_fd() const override { return inner_->poll_fd(); }
   std::string describe() const override { return "faulty " + inner_->describe(); }
+  std::string why_ended() const override { return inner_->why_ended(); }
   DirectReader* direct() override { return inner_->direct() != nullptr ? this : nullptr; }
   NetworkPath* path() override { return inner_->path(); }
 

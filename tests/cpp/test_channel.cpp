@@ -1,7 +1,7 @@
 // What every channel must do, over every transport of the table (transport/registry.cpp), as it is and behind a
-// FaultyChannel. The sides are made as in a job, by SharedSetup over loopback connections, and driven as the engine
-// drives them: `receive` of a stream, `peek` and `consume` of a direct channel, and sleep in a Poller. A new transport
-// comes in by its line in the table.
+// FaultyChannel, and over TCP in stripes and with TLS. The sides are made as in a job, by SharedSetup over loopback
+// connections, and driven as the engine drives them: `receive` of a stream, `peek` and `consume` of a direct channel,
+// and sleep in a Poller. A new transport comes in by its line in the table.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -19,6 +19,7 @@
 #include "testing.h"
 #include "transport/poller.h"
 #include "transport/tcp.h"
+#include "transport/tls.h"
 #include "transport/transport.h"
 
 namespace ringdp::testing {
@@ -212,18 +213,39 @@ std::array<Fd, 2> connect_to_each_other() {
   return out;
 }
 
-constexpr int kStreams = 4;  // of the striped kind
+constexpr int kStreams = 4;               // of the striped kind
+constexpr uint64_t kRecordsPerKey = 100;  // new keys often
 
-// Over several connections, as between ranks that are far apart.
-Ends connected_by_streams() {
+// Over so many connections, several as between ranks that are far apart.
+std::array<std::unique_ptr<Channel>, 2> connected_by_streams(int streams) {
   std::array<std::vector<Fd>, 2> sockets;
-  for (int i = 0; i < kStreams; ++i) {
+  for (int i = 0; i < streams; ++i) {
     auto pair = connect_to_each_other();
     for (int rank : {0, 1}) sockets[rank].push_back(std::move(pair[rank]));
   }
   std::rotate(sockets[1].begin(), sockets[1].begin() + 1, sockets[1].end());  // their order does not matter
-  Ends ends;
-  for (int rank : {0, 1}) ends[rank] = std::make_unique<End>(tcp_transport().open(std::move(sockets[rank])), rank);
+  std::array<std::unique_ptr<Channel>, 2> channels;
+  for (int rank : {0, 1}) channels[rank] = tcp_transport().open(std::move(sockets[rank]));
+  return channels;
+}
+
+Ends ends_of(std::array<std::unique_ptr<Channel>, 2> channels) {
+  return {std::make_unique<End>(std::move(channels[0]), 0), std::make_unique<End>(std::move(channels[1]), 1)};
+}
+
+// The handshake is made by the first calls of both sides.
+Ends with_tls(std::array<std::unique_ptr<Channel>, 2> channels) {
+  static const auto context = make_tls_context({.mode = TlsMode::kSecret});
+  for (int rank : {0, 1})
+    channels[rank] =
+        make_tls_channel(std::move(channels[rank]), {.tls = context, .key = {}, .dialled = rank == 1}, kRecordsPerKey);
+  Ends ends = ends_of(std::move(channels));
+  for (int quiet = 0; quiet < 4; ++quiet)
+    for (auto& it : ends)
+      if (it->woken(20)) {
+        WANT(it->receive(1) == IoStatus::kWouldBlock);
+        quiet = 0;
+      }
   return ends;
 }
 
@@ -236,8 +258,8 @@ Ends connected_by(const Transport& transport, bool faulty) {
     plan.transports[1 - rank] = choose_transport(&transport, &transport, true);
     plan.pids.resize(2, -1);
     plan.ring_bytes = PairMemory::kMinRingBytes;
-    std::vector<Fd> to(2);
-    to[1 - rank] = std::move(sockets[rank]);
+    std::vector<PeerSocket> to(2);
+    to[1 - rank] = PeerSocket(std::move(sockets[rank]), {.dialled = rank == 1});
     setups[rank] = std::make_unique<SharedSetup>(rank, std::move(to), std::move(plan));
   }
   for (Deadline limit = Deadline::after_ms(kWakeMs); !setups[0]->complete() || !setups[1]->complete();) {
@@ -260,22 +282,25 @@ enum class Faulty { kToo, kNot };
 void over_every_transport(const std::function<void(const Transport& transport, Ends& ends)>& body,
                           Faulty faulty_too = Faulty::kToo) {
   bool failed = false;
-  const auto over = [&](const Transport& transport, bool faulty, bool striped) {
-    if (faulty && faulty_too == Faulty::kNot) return;
-    kind = "over " + std::string(faulty ? "faulty " : "") + (striped ? "striped " : "") + std::string(transport.name) +
-           ": ";
+  const auto over = [&](const Transport& transport, const std::string& how, const std::function<Ends()>& connected) {
+    kind = "over " + how + std::string(transport.name) + ": ";
     kind_limit = Deadline::after_ms(kKindMs);
     try {
-      Ends ends = striped ? connected_by_streams() : connected_by(transport, faulty);
+      Ends ends = connected();
       body(transport, ends);
     } catch (const RequireFailed&) {  // it was reported; the next kind
       failed = true;
     }
   };
-  for (bool faulty : {false, true}) {
-    for (const Transport* it : transports()) over(*it, faulty, false);
-    if (!faulty) over(tcp_transport(), faulty, true);  // it says once that there is room, to a caller that takes it
+  for (const Transport* it : transports()) {
+    over(*it, "", [&] { return connected_by(*it, false); });
+    if (faulty_too == Faulty::kToo) over(*it, "faulty ", [&] { return connected_by(*it, true); });
   }
+  // Not faulty: it says once that there is room, to a caller that takes it.
+  over(tcp_transport(), "striped ", [] { return ends_of(connected_by_streams(kStreams)); });
+  for (int streams : {1, kStreams})
+    over(tcp_transport(), "TLS over " + std::to_string(streams) + " streams of ",
+         [&] { return with_tls(connected_by_streams(streams)); });
   if (failed) throw RequireFailed();
 }
 

@@ -63,10 +63,11 @@ CASE("two ranks of a job prove each other, and the confirm says how many connect
   CHECK_EQ(it.next(*it.dialled), Event::kProven);
   it.dialled->confirm(it.self[1], 3);
   CHECK_EQ(it.next(*it.accepted), Event::kNone);
-  for (HandshakeAttempt* end : {it.dialled.get(), it.accepted.get()}) {
+  for (HandshakeAttempt* end : {it.dialled.get(), it.accepted.get()})
     CHECK(end->stage() == Stage::kDone && end->facts().streams == 3 && !end->take_failure());
-    CHECK(end->take_socket().get() >= 0);
-  }
+  const PeerSocket dialled = it.dialled->take_socket(it.self[1]), accepted = it.accepted->take_socket(it.self[0]);
+  CHECK(dialled && accepted && dialled.protection.dialled && !accepted.protection.dialled);
+  CHECK(dialled.protection.key == accepted.protection.key && dialled.protection.key != Digest{});
   const Nonce& nonce = it.accepted->facts().hello.nonce;
   CHECK(std::equal(it.self[1].instance.begin(), it.self[1].instance.end(), nonce.begin()));
 }
@@ -100,6 +101,23 @@ CASE("a refusal is final, in words that name what differs") {
   CHECK(!it.dialled->take_failure());  // told once
 }
 
+CASE("a rank with TLS and one without refuse each other, in words that say who has it") {
+  for (const auto mode : {TlsMode::kSecret, TlsMode::kCertificates}) {
+    Ends it;
+    it.self[1].mine.tls = mode;
+    CHECK_EQ(it.next(*it.dialled), Event::kConnected);
+    it.dialled->greet(it.self[1], 0);
+    CHECK_EQ(it.next(*it.accepted), Event::kHello);
+    const Refusal verdict = judge_hello(it.accepted->facts().hello, it.self[0].mine);
+    CHECK_EQ(verdict, Refusal::kTls);
+    it.accepted->refuse(it.self[0], verdict);
+    CHECK_EQ(it.next(*it.dialled), Event::kNone);
+    const auto failure = it.dialled->take_failure();
+    REQUIRE(failure.has_value());
+    CHECK_EQ(failure->why, "refused: RINGDP_TLS differs: no TLS there, " + tls_mode_text(mode) + " here");
+  }
+}
+
 CASE("a knock is all that is said, and no failure; neither is a connection that closes without a word") {
   Ends it;
   CHECK_EQ(it.next(*it.dialled), Event::kConnected);
@@ -120,7 +138,7 @@ CASE("a confirm whose sender has not heard this reply proves nothing") {
   CHECK_EQ(it.next(*it.accepted), Event::kHello);
   it.accepted->reply(it.self[0]);
   // As an attacker that has recorded another handshake of the same rank.
-  HandshakeSocket socket(it.dialled->take_socket());
+  HandshakeSocket socket(it.dialled->take_socket(it.self[1]).fd);
   CHECK(socket.send(it.self[1].fields(HandshakeType::kConfirm, 0), it.self[1].secret));
   CHECK_EQ(it.next(*it.accepted), Event::kNone);
   CHECK_EQ(it.accepted->take_failure()->why, std::string("a handshake was replayed"));

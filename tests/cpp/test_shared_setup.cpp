@@ -29,15 +29,15 @@ namespace {
 constexpr std::size_t kRing = PairMemory::kMinRingBytes;
 
 // Every rank's sockets to every other.
-std::vector<std::vector<Fd>> connected(int world) {
-  std::vector<std::vector<Fd>> sockets(world);
+std::vector<std::vector<PeerSocket>> connected(int world) {
+  std::vector<std::vector<PeerSocket>> sockets(world);
   for (auto& it : sockets) it.resize(world);
   for (int low = 0; low < world; ++low)
     for (int high = low + 1; high < world; ++high) {
       int ends[2];
       REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
       sockets[low][high] = Fd(ends[0]);
-      sockets[high][low] = Fd(ends[1]);
+      sockets[high][low] = PeerSocket(Fd(ends[1]), {.dialled = true});
     }
   return sockets;
 }
@@ -311,8 +311,8 @@ CASE("whichever connections end, and whenever: others take their place, and all 
         int ends[2];
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
         wires[std::minmax(rank, peer)] = Fd(dup(ends[0]));
-        ranks[rank]->reconnect(peer, Fd(ends[0]));
-        ranks[peer]->reconnect(rank, Fd(ends[1]));
+        ranks[rank]->reconnect(peer, PeerSocket(Fd(ends[0]), {.dialled = rank > peer}));
+        ranks[peer]->reconnect(rank, PeerSocket(Fd(ends[1]), {.dialled = peer > rank}));
       };
       int cuts = draw(20);
       Deadline limit = Deadline::after_ms(10'000);
@@ -403,7 +403,7 @@ CASE("nobody is ready while what is required could not be") {
 CASE("what is no part of the set-up is an objection, not a death") {
   for (int kind = 0; kind < 5; ++kind) {
     auto sockets = connected(2);
-    Fd peer = std::move(sockets[0][1]);
+    Fd peer = std::move(sockets[0][1].fd);
     SharedSetup::Plan plan = plan_for(2, 1);
     SharedSetup self(1, std::move(sockets[1]), std::move(plan));
     SharedBytes raw{};
@@ -412,6 +412,7 @@ CASE("what is no part of the set-up is an objection, not a death") {
                               SharedType::kAllReady}[static_cast<std::size_t>(kind)];
     message.ring_bytes = kRing + 1;
     if (kind > 0) raw = message.encode();
+    SharedMac({}, false).sign(raw);
     CHECK_EQ(send(peer.get(), raw.data(), raw.size(), 0), static_cast<ssize_t>(raw.size()));
     self.step(0);
     REQUIRE(self.failure().has_value());
@@ -419,11 +420,36 @@ CASE("what is no part of the set-up is an objection, not a death") {
   }
 }
 
+CASE("a message that was changed, repeated, left out, or is of another connection ends its connection") {
+  enum class What { kNone, kChanged, kRepeated, kLeftOut, kOtherKey, kOwn };
+  for (What what : {What::kNone, What::kChanged, What::kRepeated, What::kLeftOut, What::kOtherKey, What::kOwn}) {
+    auto sockets = connected(2);
+    Fd peer = std::move(sockets[0][1].fd);
+    Digest key{std::byte{1}};
+    sockets[1][0].protection.key = key;
+    SharedSetup self(1, std::move(sockets[1]), plan_for(2, 1));
+    if (what == What::kOtherKey) key[31] ^= std::byte{1};
+    SharedMac mac(key, what == What::kOwn);  // as if its own message came back
+    SharedBytes raw = SharedMessage{.reason = "no memory"}.encode();
+    if (what == What::kLeftOut) mac.sign(raw);
+    mac.sign(raw);
+    if (what == What::kChanged) raw[60] ^= std::byte{1};
+    for (int times = what == What::kRepeated ? 2 : 1; times > 0; --times)
+      CHECK_EQ(send(peer.get(), raw.data(), raw.size(), 0), static_cast<ssize_t>(raw.size()));
+    for (int i = 0; i < 3; ++i) self.step(0);
+    const bool believed = what == What::kNone || what == What::kRepeated;  // the first
+    CHECK_EQ(self.problem(0), believed ? std::string("no memory") : std::string());
+    CHECK_EQ(self.take_cut().size(), what == What::kNone ? std::size_t{0} : std::size_t{1});
+    CHECK(!self.failure());
+  }
+}
+
 CASE("a refusal without words still is one") {
   auto sockets = connected(2);
-  Fd peer = std::move(sockets[0][1]);
+  Fd peer = std::move(sockets[0][1].fd);
   SharedSetup self(1, std::move(sockets[1]), plan_for(2, 1));
   SharedBytes refusal = SharedMessage{}.encode();
+  SharedMac({}, false).sign(refusal);
   CHECK_EQ(send(peer.get(), refusal.data(), refusal.size(), 0), static_cast<ssize_t>(refusal.size()));
   self.step(0);
   CHECK(!shares(self, 0));
@@ -441,7 +467,7 @@ CASE("messages keep what they say, cut to what fits; anything else is none") {
   auto read = SharedMessage::decode(raw);
   REQUIRE(read.has_value());
   CHECK(read->type == message.type && read->ring_bytes == message.ring_bytes && read->name == message.name);
-  CHECK(read->token == message.token && read->reason == std::string(200, 'x'));
+  CHECK(read->token == message.token && read->reason == std::string(168, 'x'));
   for (std::size_t at : {0, 7, 9, 11}) {
     SharedBytes other = raw;
     other[at] ^= std::byte{0x55};

@@ -107,6 +107,7 @@ def victim(spec: RankSpec, outcome: Outcome) -> None:
             "checksums": "0",
             "full_mesh_ranks": "16",
             "streams": "auto",
+            "tls": "no TLS",
         }
         store.set("job", "".join(f"{key}={value}\n" for key, value in published.items()))
         store.wait(["at/1", "at/2"], timedelta(seconds=20))  # so both know who this is

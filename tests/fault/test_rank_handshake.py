@@ -25,7 +25,7 @@ from tests.contract.core_ranks import core, value_in
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
-VERSION = 8  # of the protocol: docs/reference/wire_format.md
+VERSION = 9  # of the protocol: docs/reference/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given
@@ -56,6 +56,19 @@ def message(
     )
     fields += bytes(88 - len(fields)) + struct.pack("<Q", values["number"])
     return fields + hmac.digest(secret, transcript + fields, "sha256")
+
+
+class SetUp:
+    """The MACs of the messages of the set-up of shared memory that rank 1 sends, which has dialled."""
+
+    def __init__(self, transcript: bytes) -> None:
+        self.key, self.count = hmac.digest(SECRET, b"ringdp connection" + transcript, "sha256"), 0
+
+    def signed(self, words: bytes) -> bytes:
+        fields = words[:224].ljust(224, b"\0")
+        label = b"ringdp set-up\1" + struct.pack("<Q", self.count)
+        self.count += 1
+        return fields + hmac.digest(self.key, label + fields, "sha256")
 
 
 @dataclass
@@ -277,11 +290,13 @@ def test_the_document_describes_what_a_rank_does(waiting: Waiting) -> None:
     reply = peer.recv(HANDSHAKE_BYTES, socket.MSG_WAITALL)
     answer = Answer.read(reply, sent)
     assert (answer.kind, answer.sender, answer.receiver, answer.world) == (REPLY, 0, 1, 2)
-    peer.sendall(message(CONFIRM, waiting.job, sender=1, receiver=0, transcript=sent + reply))
+    confirm = message(CONFIRM, waiting.job, sender=1, receiver=0, transcript=sent + reply)
+    peer.sendall(confirm)
+    set_up = SetUp(sent + reply + confirm)
     # It is of the same host and does not want to share memory (the messages: test_shared_memory.py).
     assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\1\0\0\0"
     for kind in (5, 6):
-        peer.sendall((b"RINGDPSM" + struct.pack("<I", kind)).ljust(256, b"\0"))
+        peer.sendall(set_up.signed(b"RINGDPSM" + struct.pack("<I", kind)))
     assert peer.recv(256, socket.MSG_WAITALL)[:12] == b"RINGDPSM\7\0\0\0"
     first = waiting.first.result(timeout=10)
     # A barrier is an empty data frame each way; then it is told goodbye.
@@ -332,6 +347,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tupl
     "streams": ({"streams": 4}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: 4 at rank 0, 8 at rank 1",)),
     "streams of one": ({}, {"streams": 8}, (2, 2), ("RINGDP_STREAMS differs: auto at rank 0, 8 at rank 1",)),
     "checksums": ({"checksums": True}, {}, (2, 2), ("RINGDP_CHECKSUM differs: 1 at rank 0, 0 at rank 1",)),
+    "TLS": (
+        {"secret": b"a" * 32, "tls": True},
+        {"secret": b"a" * 32},
+        (2, 2),
+        ("RINGDP_TLS differs: TLS with the job's secret at rank 0, no TLS at rank 1",),
+    ),
     "secret": ({"secret": b"a" * 32}, {"secret": b"b" * 32}, (2, 2), ("rank 1's secret is not rank 0's",)),
     "table": (
         {"table": {"fold_sent_bytes": 1}, "table_source": "built in"},

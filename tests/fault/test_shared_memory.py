@@ -28,7 +28,7 @@ from tests.contract.core_ranks import core, value_in
 from tests.fault.hosts import ROOT, Outcome, RankServer, RankSpec
 from tests.fault.launch_jobs import wait_until
 from tests.fault.shared_memory_limits import forbid
-from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, SECRET, message, record
+from tests.fault.test_rank_handshake import CONFIRM, HANDSHAKE_BYTES, HELLO, SECRET, SetUp, message, record
 
 HERE = "tests.fault.test_shared_memory"
 MEMFD_CREATE, MADVISE = {"x86_64": (319, 28), "aarch64": (279, 233)}.get(os.uname().machine, (0, 0))
@@ -294,6 +294,7 @@ class Imitation:
         reply = self.receive(HANDSHAKE_BYTES)
         words = message(CONFIRM, self.job, sender=1, receiver=0, transcript=hello + reply, number=number)
         self.socket.sendall(words)
+        self.set_up = SetUp(hello + reply + words)
 
     def receive(self, count: int) -> bytes:
         return self.socket.recv(count, socket.MSG_WAITALL)
@@ -322,7 +323,7 @@ def test_the_document_describes_the_set_up(pool: ThreadPoolExecutor) -> None:
     """A rank written after docs/reference/wire_format.md alone gets the memory, and reads there what rank 0 says."""
     it = Imitation(pool)
     magic, kind, zero, ring_bytes = struct.unpack("<8sIIQ", it.offer[:24])
-    assert (magic, kind, zero, ring_bytes, it.offer[56:]) == (b"RINGDPSM", OFFER, 0, 2**20, bytes(200))
+    assert (magic, kind, zero, ring_bytes, it.offer[56:224]) == (b"RINGDPSM", OFFER, 0, 2**20, bytes(168))
     door = it.door()
     door.sendall(shared(TOKEN, token=it.offer[40:56]))
     reply, descriptors, _flags, _address = socket.recv_fds(door, SHARED_BYTES, 4)
@@ -359,7 +360,7 @@ def test_a_connection_that_ends_is_no_death(pool: ThreadPoolExecutor, stage: str
     it.socket.close()
     if stage in ("offered", "at the door", "with the memory"):
         it.connect(2)
-        assert it.receive(SHARED_BYTES) == it.offer
+        assert it.receive(SHARED_BYTES)[:224] == it.offer[:224]
     held = held or [it.door()]
     if stage in ("offered", "at the door"):
         held[0].sendall(shared(TOKEN, token=it.offer[40:56]))
@@ -402,14 +403,15 @@ def test_a_rank_that_dies_with_the_memory_is_named_at_once(pool: ThreadPoolExecu
 )
 def test_a_rank_that_talks_nonsense(pool: ThreadPoolExecutor, words: bytes) -> None:
     it = Imitation(pool)
-    it.socket.sendall(words)
+    it.socket.sendall(it.set_up.signed(words))
     assert "cannot set up shared memory with rank 1" in it.error(HandshakeError)
     it.socket.close()
 
 
 def test_a_refusal_is_the_end_of_it(pool: ThreadPoolExecutor, log: list[tuple[int, str]]) -> None:
     it = Imitation(pool)
-    it.socket.sendall(shared(REFUSED, reason="rank 1: \x1b[31mno memory today\xff") + shared(READY))
+    refusal = shared(REFUSED, reason="rank 1: \x1b[31mno memory today\xff")
+    it.socket.sendall(it.set_up.signed(refusal) + it.set_up.signed(shared(READY)))
     assert it.receive(SHARED_BYTES)[:12] == shared(ALL_READY)[:12]
     first = it.first.result(timeout=10)
     assert first.transports() == {1: "tcp"}

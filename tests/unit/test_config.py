@@ -65,6 +65,10 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     settings = RingConfig.from_environment(
         {
             "RINGDP_SECRET_FILE": secret_file(tmp_path),
+            "RINGDP_TLS": "1",
+            "RINGDP_TLS_CERT": "/etc/rank.pem",
+            "RINGDP_TLS_KEY": "/etc/rank.key",
+            "RINGDP_TLS_CA": "/etc/ca.pem",
             "RINGDP_HOST_ID": "left",
             "RINGDP_SITE": "paris",
             "RINGDP_IFACE": "eth0",
@@ -89,6 +93,11 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     )
     assert settings.as_dict() == {
         "secret": SECRET,
+        "tls": True,
+        "tls_cert": "/etc/rank.pem",
+        "tls_key": "/etc/rank.key",
+        "tls_ca": "/etc/ca.pem",
+        "tls_library": "libssl.so.3",
         "host_id": "left",
         "dump_dir": str(tmp_path / "dumps"),
         "site": "paris",
@@ -221,6 +230,9 @@ def test_rate_forms(text: str, bytes_per_s: int) -> None:
         ("RINGDP_STREAMS", "many"),
         ("RINGDP_STREAMS", "-1"),
         ("RINGDP_CONGESTION", "bbr; reboot"),
+        ("RINGDP_TLS", "yes"),
+        ("RINGDP_TLS", "1"),  # without a secret
+        ("RINGDP_TLS_CERT", "/etc/rank.pem"),  # without TLS
         ("RINGDP_CHECKSUM", "yes"),
         ("RINGDP_CHECKSUM", "2"),
         ("RINGDP_CHECKSUM", "-1"),

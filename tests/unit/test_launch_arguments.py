@@ -59,6 +59,7 @@ def test_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--tee", "7", "s.py"], "7 does not match"),
         (["--secret-file", "/nonexistent/secret", "s.py"], "--secret-file /nonexistent/secret"),
+        (["--tls", "--nnodes", "2", "--master-addr", "a", "s.py"], "--tls needs the job's secret on every host"),
         (["--nnodes", "1:2:3", "s.py"], "nnodes=1:2:3"),
         (
             ["--elastic", "--nnodes", "1:2", "--rdzv-endpoint", "a:1", "s.py"],

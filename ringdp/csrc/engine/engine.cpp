@@ -83,7 +83,7 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       threads_(role_),
       links_(rank, std::move(peers), options_, role_, poller_, link_events(),
              {.lost = [this](int peer, const Error& error) { failures_.on_lost(peer, error); },
-              .broken = [this](int peer, const Error& error) { healing_.on_broken(peer, error); },
+              .broken = [this](int peer, const ConnectionBroken& error) { healing_.on_broken(peer, error); },
               .silent = [this](int peer) { healing_.on_silent(peer); }}),
       failures_(
           role_, groups_, links_, options_.listen_ms,

@@ -50,7 +50,8 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
       std::count_if(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.host_identity == here; }));
   for (const MeshPeer& peer : peers)
     if (peer.transport != nullptr)
-      transports_[peer.info.rank] = std::string(peer.transport->name) + (peer.relayed ? ", relayed" : "");
+      transports_[peer.info.rank] =
+          std::string(peer.transport->name) + (peer.relayed ? ", relayed" : "") + (peer.tls ? kWithTls : "");
   // More ranks than cores: polling TCP would take the core from the rank that is waited for. Polling shared memory
   // between two yields is cheap (4 ranks on 2 cores, 4 KiB: 31 us, and 50 to 90 when they sleep after 10 us).
   options.shares_cores = ranks_on_this_host > cores();

@@ -9,6 +9,7 @@ namespace {
 
 constexpr std::size_t kOften = 5;  // fewer replacements within this time are normal
 constexpr auto kOftenWithin = std::chrono::seconds(60);
+constexpr uint64_t kArrivesBytes = 1024 * 1024;  // with so many between two failures, a connection is of use
 
 }  // namespace
 
@@ -21,12 +22,30 @@ Healing::Healing(DriverRole& role, PeerLinks& links, FailureAgreement& failures,
       options_(options),
       cases_(static_cast<std::size_t>(links.peers().world())) {}
 
-void Healing::on_broken(int peer, const Error& error) {
+void Healing::on_broken(int peer, const ConnectionBroken& error) {
   role_.assert_held();
   Case& it = cases_[static_cast<std::size_t>(peer)];
   if (it.error) return;  // it heals already: this is the end of the replaced channel
+  if (error.tampered() && hopeless(it, links_[peer]->traffic().received)) {
+    ErrorContext context = error.context();
+    context.cause +=
+        "; so it went for " + std::to_string(options_.heal_ms) + " ms (RINGDP_HEAL) on each new connection";
+    return failures_.on_lost(peer,
+                             Error(error.kind(), links_.peers().info(peer).text() + ": " + context.cause, context));
+  }
   it.error = error;
   options_.heal_connection(peer, true);
+}
+
+// One that is tampered with now and then heals; one on which nothing arrives would be made again for ever.
+bool Healing::hopeless(Case& it, uint64_t received) const {
+  const auto now = Clock::now();
+  const auto limit = std::chrono::milliseconds(options_.heal_ms);
+  const bool again = it.tampered_since && received - it.received < kArrivesBytes && now - it.tampered_at < limit;
+  if (!again) it.tampered_since = now;
+  it.tampered_at = now;
+  it.received = received;
+  return now - *it.tampered_since > limit;
 }
 
 void Healing::on_silent(int peer) { options_.heal_connection(peer, false); }

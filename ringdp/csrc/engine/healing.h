@@ -31,7 +31,7 @@ class Healing final : public ConnectionUser {
           const EngineOptions& options);
 
   // By the driver.
-  void on_broken(int peer, const Error& error);
+  void on_broken(int peer, const ConnectionBroken& error);
   void on_silent(int peer);
 
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums) override;
@@ -53,6 +53,10 @@ class Healing final : public ConnectionUser {
   struct Case {
     std::optional<Error> error;  // why its connection broke; set while it heals
     std::deque<Clock::time_point> healed{};
+    // Since when its bytes are tampered with again and again, with hardly any that arrive in between.
+    std::optional<Clock::time_point> tampered_since{};
+    Clock::time_point tampered_at{};
+    uint64_t received = 0;  // bytes, then
     Clock::time_point warned_at{};
   };
 
@@ -60,6 +64,7 @@ class Healing final : public ConnectionUser {
   void run(int peer, const std::function<void(Link& link, Case& it)>& step);
   Error loss_of(int peer, const std::string& cause, const std::string& advice) const;
   void end(int peer, const std::string& why) RINGDP_REQUIRES(role_);  // one that was to heal
+  bool hopeless(Case& it, uint64_t received) const;                   // after bytes were tampered with
   void note(int peer, int64_t took_ms) RINGDP_REQUIRES(role_);
 
   DriverRole& role_;

@@ -65,7 +65,7 @@ class PeerLinks {
     // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end;
     // `broken`: its connection has ended, and can be replaced.
     std::function<void(int peer, const Error& error)> lost;
-    std::function<void(int peer, const Error& error)> broken;
+    std::function<void(int peer, const ConnectionBroken& error)> broken;
     std::function<void(int peer)> silent;  // `check_hosts` has found that its host has not answered for a while
   };
 

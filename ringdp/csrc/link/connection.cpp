@@ -10,6 +10,13 @@ namespace {
 
 constexpr int64_t kHeldUpAtEndMs = 2000;  // where the other end has closed the connection
 
+constexpr const char* kTlsAdvice =
+    "look at both ranks' RINGDP_TLS_CERT, at RINGDP_TLS_CA, which must be the same on all ranks, and at both hosts' "
+    "clocks";
+constexpr const char* kChangedAdvice =
+    "look for what changes bytes between the two hosts: a proxy, a firewall that inspects TLS, a cable or network card "
+    "(ethtool -S), or an attacker";
+
 // Small packets may be lost as well: their acknowledgements travel in the peer's large packets.
 std::string held_up_text(const NetworkPath::HeldUp& held_up, const char* otherwise, const Channel& channel) {
   return "the path to it does not pass large packets, or drops those of this connection: none with up to " +
@@ -108,20 +115,26 @@ void Connection::fail_closed(int error_number) const {
     throw Error(ErrorKind::kSystem,
                 self_.text() + " could not use its connection to " + peer_.text() + ": " + context.cause, context);
   }
+  const std::string why = channel_->why_ended();
+  if (error_number == EKEYREJECTED) fail(ErrorKind::kHandshake, why + " (" + channel_->describe() + ")", kTlsAdvice);
   // The other end may have found it first.
   const bool ended = error_number == 0 || error_number == ECONNRESET;
   const NetworkPath::HeldUp held_up =
       path_ != nullptr && ended && !healing() ? path_->held_up() : NetworkPath::HeldUp{};
   const bool held = held_up.ms >= kHeldUpAtEndMs;
   const std::string what = held                ? held_up_text(held_up, "and it gave this connection up", *channel_)
+                           : !why.empty()      ? why + " (" + channel_->describe() + ")"
                            : error_number == 0 ? "the connection ended without a goodbye"
                                                : errno_text(error_number);
-  ErrorContext context =
-      context_of(*this, what,
-                 held ? kLargePacketsAdvice
-                      : "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
-  context.unexplained = !held;
-  throw ConnectionBroken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
+  ErrorContext context = context_of(
+      *this, what,
+      held           ? kLargePacketsAdvice
+      : !why.empty() ? kChangedAdvice
+                     : "look at that rank's own log: it crashed, was killed (out of memory?) or its host is gone");
+  context.unexplained = !held && why.empty();
+  const ConnectionBroken broken(ErrorKind::kPeerLost, peer_.text() + ": " + what, context);
+  if (!why.empty()) throw broken.by_tampering();
+  throw broken;
 }
 
 void Connection::fail(ErrorKind kind, const std::string& what, const std::string& advice) const {

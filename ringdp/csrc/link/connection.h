@@ -32,6 +32,13 @@ class ConnectionBroken final : public Error {
 
   // The channel accepts no more bytes; bytes of the peer may still come.
   bool still_read() const { return still_read_; }
+  // Bytes that came were not as the peer's end had sent them, and were discarded.
+  bool tampered() const { return tampered_; }
+  ConnectionBroken by_tampering() const {
+    ConnectionBroken it = *this;
+    it.tampered_ = true;
+    return it;
+  }
   ConnectionBroken for_sending() const {
     ConnectionBroken it = *this;
     it.still_read_ = true;
@@ -40,6 +47,7 @@ class ConnectionBroken final : public Error {
 
  private:
   bool still_read_ = false;
+  bool tampered_ = false;
 };
 
 class Connection {

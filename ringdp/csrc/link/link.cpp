@@ -87,7 +87,7 @@ bool LinkReceiver::throw_away() {
 
 void LinkReceiver::on_closed(int error_number) {
   if (connection_.departed()) return;
-  if (connection_.made_late() && bytes_received() == 0) {
+  if (connection_.made_late() && bytes_received() == 0 && connection_.channel().why_ended().empty()) {
     // The peer may have left in good order before it had this connection.
     connection_.depart();
     return events_.departed(connection_.peer().rank, "it ended while they were being connected");

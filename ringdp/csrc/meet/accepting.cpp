@@ -125,7 +125,7 @@ void Accepting::evict_strangers(int newest) {
 }
 
 void Accepting::collect(Established& made) {
-  made.collect(attempts_);
+  made.collect(attempts_, self_);
   attempts_.remove_if([](const HandshakeAttempt& it) {
     // A further connection of a pair waits for the first one.
     return it.stage() == HandshakeAttempt::Stage::kClosed ||

@@ -8,9 +8,12 @@
 namespace ringdp {
 namespace {
 
-HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret, bool turns) {
+HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret, std::shared_ptr<const TlsContext> tls,
+                      bool turns) {
   HandshakeSelf self{
       .mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}, .turns = turns};
+  self.mine.tls = tls_mode_of(tls.get());
+  self.tls = std::move(tls);
   random_bytes(self.instance);
   return self;
 }
@@ -18,8 +21,8 @@ HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret
 }  // namespace
 
 Connector::Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-                     int streams, std::string congestion, bool turns)
-    : self_(self_of(mine, std::move(secret), turns)),
+                     int streams, std::string congestion, std::shared_ptr<const TlsContext> tls, bool turns)
+    : self_(self_of(mine, std::move(secret), std::move(tls), turns)),
       accepting_(self_),
       dialing_(self_, wanted),
       established_(self_.world(), ExtraStreams(self_.world(), streams, std::move(congestion))) {}

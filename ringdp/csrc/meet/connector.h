@@ -7,6 +7,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -29,7 +30,8 @@ class Connector {
   // `turns`: see HandshakeSelf. `mine`: job, epoch, world and, in `to`, this rank. `wanted`: per rank, whether to be
   // connected with it. `streams`, `congestion`: see ExtraStreams.
   Connector(const HandshakeFields& mine, std::vector<std::byte> secret, const std::vector<char>& wanted,
-            int streams = 1, std::string congestion = std::string(kSystemCongestion), bool turns = false);
+            int streams = 1, std::string congestion = std::string(kSystemCongestion),
+            std::shared_ptr<const TlsContext> tls = nullptr, bool turns = false);
 
   Listener& listener() { return accepting_.listener(); }
 

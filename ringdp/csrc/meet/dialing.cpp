@@ -251,7 +251,7 @@ void Dialing::note_failure(HandshakeAttempt& attempt, Established& made) {
 }
 
 void Dialing::collect(Established& made) {
-  made.collect(attempts_);
+  made.collect(attempts_, self_);
   attempts_.remove_if([&](const HandshakeAttempt& it) {
     const int peer = it.facts().peer, stream = it.facts().stream;
     const bool needless = stream > 0 ? !made.streams().lacks(peer, stream) : !awaits(peer, made);

@@ -1,9 +1,6 @@
 #include "meet/established.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "base/error.h"
@@ -109,14 +106,11 @@ std::string ExtraStreams::problem(int peer) const {
 namespace {
 
 // Reads what a peer has sent before its connection ended: perhaps its part of the set-up, and at the end why it left.
-std::optional<GivenUp> last_messages(int socket) {
-  std::array<std::byte, 8 * kSharedMessageBytes> read{};
-  const ssize_t got = recv(socket, read.data(), read.size(), MSG_DONTWAIT);
-  if (got < static_cast<ssize_t>(kSharedMessageBytes)) return std::nullopt;
-  SharedBytes last;
-  std::copy_n(read.begin() + got - static_cast<ssize_t>(last.size()), last.size(), last.begin());
-  const auto message = SharedMessage::decode(last);
-  return message ? GivenUp::from(*message) : std::nullopt;
+std::optional<GivenUp> last_message(const PeerSocket& socket) {
+  SharedReader reader(SharedMac::receiving(socket.protection));
+  std::optional<GivenUp> why;
+  while (!why && reader.read(socket.get()) == SharedReader::Status::kMessage) why = GivenUp::from(reader.message());
+  return why;
 }
 
 }  // namespace
@@ -129,7 +123,7 @@ bool Established::same_process(int peer, const Nonce& nonce) const {
   return instance == HandshakeSelf::Instance{} || std::equal(instance.begin(), instance.end(), nonce.begin());
 }
 
-void Established::collect(HandshakeAttempts& attempts) {
+void Established::collect(HandshakeAttempts& attempts, const HandshakeSelf& self) {
   for (HandshakeAttempt& it : attempts) {
     const HandshakeAttempt::Facts& facts = it.facts();
     if (it.stage() != HandshakeAttempt::Stage::kDone || facts.stream > 0 || !wanting(facts.peer, facts.number))
@@ -140,7 +134,7 @@ void Established::collect(HandshakeAttempts& attempts) {
     peer.number = facts.number;
     const bool dials = facts.dialled && !facts.turned;
     streams_.expect(facts.peer, facts.streams, dials ? std::optional(facts.address) : std::nullopt);
-    peer.socket = it.take_socket();
+    peer.socket = it.take_socket(self);
     if (dials) peer.dialled = facts.address;
     std::copy_n(facts.hello.nonce.begin(), peer.instance.size(), peer.instance.begin());
   }
@@ -151,7 +145,7 @@ void Established::collect(HandshakeAttempts& attempts) {
     if (wanting(facts.peer, facts.number)) continue;
     const bool ours = facts.dialled || same_process(facts.peer, facts.hello.nonce);
     if (ours && facts.number == number(facts.peer) && streams_.lacks(facts.peer, facts.stream))
-      streams_.add(facts.peer, facts.stream, it.take_socket());
+      streams_.add(facts.peer, facts.stream, it.take_socket(self).fd);
     it.close();
   }
 }
@@ -169,7 +163,7 @@ std::vector<Established::Connected> Established::take() {
 
 void Established::forget(int peer) {
   if (!streams_.complete(peer)) {
-    peers_[peer].socket.reset();
+    peers_[peer].socket = {};
     peers_[peer].watched = false;
   }
   streams_.forget(peer);
@@ -198,7 +192,7 @@ void Established::watch(std::span<const pollfd> polled) {
 void Established::lose(int peer) {
   Peer& it = peers_[peer];
   it.joined = it.watched = false;
-  it.socket.reset();
+  it.socket = {};
   streams_.restart(peer);
 }
 
@@ -206,14 +200,13 @@ void Established::fix(int peer) {
   Peer& it = peers_[peer];
   it.joined = it.fixed = true;
   it.watched = false;
-  it.socket.reset();
+  it.socket = {};
 }
 
 // No rank leaves in good order before all are connected: the rank has died, or has failed and written why into the
 // store, or the network has ended the connection. Other parts find out which; this one dials again.
 void Established::note_end(int peer) {
-  const int socket = peers_[peer].socket.get();
-  auto why = last_messages(socket);
+  auto why = last_message(peers_[peer].socket);
   if (!why) {
     ended_.push_back(peer);
     return lose(peer);
@@ -223,20 +216,22 @@ void Established::note_end(int peer) {
 }
 
 void Established::notify(const GivenUp& why) {
-  for (const Peer& it : peers_)
-    if (it.socket)
-      send_shared_message(it.socket.get(), why.message());  // if that fails, the peer sees the end of the connection
+  for (const Peer& it : peers_) {
+    if (!it.socket) continue;
+    SharedMac mac = SharedMac::sending(it.socket.protection);
+    send_shared_message(it.socket.get(), why.message(), mac);  // if that fails, the peer sees the end of the connection
+  }
 }
 
 std::string ask_for_congestion(const std::vector<Established::Connected>& connected, const std::string& setting) {
   std::string problem;
-  const auto ask = [&](const Fd& socket) {
-    std::string text = ask_for_congestion(socket.get(), setting);
+  const auto ask = [&](int socket) {
+    std::string text = ask_for_congestion(socket, setting);
     if (problem.empty()) problem = std::move(text);
   };
   for (const Established::Connected& it : connected) {
-    ask(it.socket);
-    for (const Fd& socket : it.more) ask(socket);
+    ask(it.socket.get());
+    for (const Fd& socket : it.more) ask(socket.get());
   }
   return problem;
 }

@@ -93,7 +93,7 @@ class Established {
  public:
   struct Connected {
     int peer = -1;
-    Fd socket;
+    PeerSocket socket;
     std::vector<Fd> more = {};  // streams of the same pair
   };
   struct Lost {
@@ -115,11 +115,12 @@ class Established {
   bool same_process(int peer, const Nonce& nonce) const;
   const SocketAddress& dialled(int peer) const { return peers_[peer].dialled; }  // of length 0 where the peer has
 
-  void collect(HandshakeAttempts& attempts);  // those that are done; the others stay as they are
-  std::vector<Connected> take();              // pairs that were not taken before
-  void forget(int peer);                      // what is incomplete, and that it was lost
-  void lose(int peer);                        // its connection has ended, here or after it was taken
-  void fix(int peer);                         // a channel was made of it: it is not replaced here any more
+  void collect(HandshakeAttempts& attempts,
+               const HandshakeSelf& self);  // those that are done; the others stay as they are
+  std::vector<Connected> take();            // pairs that were not taken before
+  void forget(int peer);                    // what is incomplete, and that it was lost
+  void lose(int peer);                      // its connection has ended, here or after it was taken
+  void fix(int peer);                       // a channel was made of it: it is not replaced here any more
 
   void poll_for(std::vector<pollfd>& polled) const;
   void watch(std::span<const pollfd> polled);                          // which begins with those of `poll_for`
@@ -133,7 +134,7 @@ class Established {
     bool watched = false;
     bool fixed = false;
     uint64_t number = 0;
-    Fd socket;              // until it is taken
+    PeerSocket socket;      // until it is taken
     SocketAddress dialled;  // by which it was made, where this side has dialled
     HandshakeSelf::Instance instance{};
   };

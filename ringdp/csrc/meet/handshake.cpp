@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <string_view>
 #include <vector>
 
 #include "base/bytes.h"
@@ -62,7 +63,8 @@ HandshakeMessage encode_handshake(const HandshakeFields& fields, std::span<const
   put(at + 81, static_cast<uint8_t>(fields.streams - 1));
   put(at + 82, static_cast<uint8_t>(fields.purpose));
   put(at + 83, fields.met);
-  put(at + 85, static_cast<uint8_t>(fields.turned));  // 84, 86, 87: 0 so far
+  put(at + 84, static_cast<uint8_t>(fields.tls));
+  put(at + 85, static_cast<uint8_t>(fields.turned));  // 86, 87: 0 so far
   put(at + 88, fields.number);
   Digest mac = mac_of(std::span(message).first(kSignedBytes), secret, transcript);
   std::memcpy(at + kSignedBytes, mac.data(), mac.size());
@@ -90,6 +92,7 @@ std::optional<HandshakeFields> decode_handshake(const HandshakeMessage& message,
   fields.streams = static_cast<uint16_t>(take<uint8_t>(at + 81) + 1);
   fields.purpose = static_cast<Purpose>(take<uint8_t>(at + 82));
   fields.met = take<uint8_t>(at + 83);
+  fields.tls = static_cast<TlsMode>(take<uint8_t>(at + 84));
   fields.turned = take<uint8_t>(at + 85) != 0;
   fields.number = take<uint64_t>(at + 88);
   return fields;
@@ -101,6 +104,7 @@ Refusal judge_hello(const HandshakeFields& hello, const HandshakeFields& mine) {
   if (hello.epoch != mine.epoch) return Refusal::kEpoch;
   if (hello.world != mine.world) return Refusal::kWorld;
   if (hello.to != mine.to || hello.from >= mine.world || hello.from == mine.to) return Refusal::kRank;
+  if (hello.tls != mine.tls) return Refusal::kTls;
   return Refusal::kNone;
 }
 
@@ -125,6 +129,8 @@ std::string refusal_text(Refusal refusal, const HandshakeFields& theirs, const H
       return "rank " + std::to_string(theirs.from) + " is connected already: two processes have the same rank";
     case Refusal::kGone:
       return "it closed this connection, or has left";
+    case Refusal::kTls:
+      return "RINGDP_TLS differs: " + tls_mode_text(theirs.tls) + " there, " + tls_mode_text(mine.tls) + " here";
     case Refusal::kNone:
       break;
   }
@@ -160,6 +166,14 @@ std::optional<HandshakeFields> HandshakeSocket::decode(std::span<const std::byte
 }
 
 void HandshakeSocket::add_to_transcript() { transcript_.insert(transcript_.end(), buffer_.begin(), buffer_.end()); }
+
+Digest HandshakeSocket::key(std::span<const std::byte> secret) const {
+  static constexpr std::string_view kLabel = "ringdp connection";
+  const auto label = std::as_bytes(std::span(kLabel));
+  std::vector<std::byte> text(label.begin(), label.end());
+  text.insert(text.end(), transcript_.begin(), transcript_.end());
+  return hmac_sha256(secret, text);
+}
 
 bool HandshakeSocket::announced(std::size_t bytes) {
   if (bytes > kMaxPaddingBytes) return false;

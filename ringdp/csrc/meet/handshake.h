@@ -36,10 +36,11 @@
 
 #include "base/fd.h"
 #include "base/sha256.h"
+#include "transport/tls.h"
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 8;
+inline constexpr uint32_t kProtocolVersion = 9;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;
@@ -64,7 +65,8 @@ enum class Refusal : uint32_t {
   kWorld = 4,
   kRank = 5,
   kDuplicate = 6,
-  kGone = 7
+  kGone = 7,
+  kTls = 8
 };
 
 struct HandshakeFields {
@@ -84,6 +86,7 @@ struct HandshakeFields {
   // Of a knock: its connection stays, and the higher rank says hello on it: it need not be able to connect itself.
   bool turned = false;
   uint8_t met = 0;  // not 0: the sender knows that all ranks are connected, and their longest round trip, see met_with
+  TlsMode tls = TlsMode::kPlain;  // of the connection, after the handshake
   // The number of the pair's connection, counted for those of the start and for those of kResume separately. In resume
   // messages: the number of frames received.
   uint64_t number = 0;
@@ -112,6 +115,8 @@ class HandshakeSocket {
 
   int fd() const { return socket_.get(); }
   Fd take() { return std::move(socket_); }  // it is connected
+  // Of this connection alone: from the messages so far, which the other side has too.
+  Digest key(std::span<const std::byte> secret) const;
   void close() { socket_.reset(); }
 
   enum class Read { kWaits, kDone, kEnded };  // for more; all is here; see `why`

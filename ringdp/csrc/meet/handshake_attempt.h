@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,6 +42,7 @@ struct HandshakeSelf {
   Instance instance{};
   Patience patience = {};
   bool turns = false;  // a knock's connection stays: ranks have a door, since not all can be connected to
+  std::shared_ptr<const TlsContext> tls = {};
 
   bool resumes() const { return mine.purpose == Purpose::kResume; }  // these connections replace broken ones
   int rank() const { return static_cast<int>(mine.to); }
@@ -99,9 +101,9 @@ class HandshakeAttempt {
 
   const Facts& facts() const { return facts_; }
   int fd() const { return socket_.fd(); }
-  Fd take_socket() {
+  PeerSocket take_socket(const HandshakeSelf& self) {
     stage_ = Stage::kDone;
-    return socket_.take();
+    return {socket_.take(), {.tls = self.tls, .key = socket_.key(self.secret), .dialled = facts_.dialled}};
   }
   Stage stage() const { return stage_; }
   bool over() const { return stage_ == Stage::kDone || stage_ == Stage::kClosed; }

@@ -106,7 +106,8 @@ const std::string& Reconfiguration::handle() {
   settings.job.emplace();
   Record shared;
   make_job(settings, shared);
-  for (const char* key : {"version", "checksums", "streams", "tables", "tables_source"}) record[key] = shared[key];
+  for (const char* key : {"version", "checksums", "streams", "tls", "tables", "tables_source"})
+    record[key] = shared[key];
   record["incarnation"] = hex_encode(incarnation_);
   record["addresses"] = join(addresses_to_publish(listeners_, options_.addresses.advertise), ",");
   if (options_.secret.empty()) {
@@ -184,6 +185,7 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
     for (const auto& [key, what] : {std::pair{"version", "the protocol version"},
                                     {"checksums", "RINGDP_CHECKSUM"},
                                     {"streams", "RINGDP_STREAMS"},
+                                    {"tls", "RINGDP_TLS"},
                                     {"tables", "the algorithm table (RINGDP_TUNING)"}})
       if (field(it.record, key) != field(first, key))
         throw Error(ErrorKind::kHandshake, attempt + ": " + what + " differs: " + field(first, key) + " on " +

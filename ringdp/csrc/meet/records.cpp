@@ -249,6 +249,7 @@ Job make_job(const RendezvousOptions& options, Record& record) {
             {"checksums", options.links.checksums ? "1" : "0"},
             {"full_mesh_ranks", std::to_string(options.links.full_mesh_ranks)},
             {"streams", streams_text(options.links.streams)},
+            {"tls", tls_mode_text(tls_mode_of(options.links.tls.get()))},
             {"tables", options.tables.text},
             {"tables_source", options.tables.source}};
   if (job.secret.empty()) {
@@ -275,6 +276,9 @@ Job join_job(const Record& record, const RendezvousOptions& options, std::string
   if (problem.empty() && field(record, "streams") != streams_text(options.links.streams))
     problem = "RINGDP_STREAMS differs: " + field(record, "streams") + " at rank 0, " +
               streams_text(options.links.streams) + " at " + self;
+  const std::string tls = tls_mode_text(tls_mode_of(options.links.tls.get()));
+  if (problem.empty() && field(record, "tls") != tls)
+    problem = "RINGDP_TLS differs: " + field(record, "tls") + " at rank 0, " + tls + " at " + self;
   if (problem.empty() && field(record, "tables") != options.tables.text) {
     auto [theirs, mine] = different_items(field(record, "tables"), options.tables.text);
     problem = "the algorithm table differs: " + theirs + " at rank 0 (" + field(record, "tables_source") + "), " +

@@ -265,7 +265,7 @@ void Redialler::on_stream(HandshakeAttempt& attempt) {
   if (attempt.stage() == HandshakeAttempt::Stage::kClosed) return;
   streams_.add(facts.peer, facts.stream, Fd());
   ask_for_congestion(attempt.fd(), streams_.congestion());
-  user_.add_stream(facts.peer, attempt.take_socket());
+  user_.add_stream(facts.peer, attempt.take_socket(self_).fd);
 }
 
 void Redialler::on_proven(HandshakeAttempt& attempt) {
@@ -308,15 +308,17 @@ void Redialler::on_resumed(HandshakeAttempt& attempt) {
   if (facts.dialled && !send_frames_taken(attempt)) return;
   at(facts.peer).done = facts.number;
   at(facts.peer).done_at = Clock::now();
-  std::vector<Fd> sockets(static_cast<std::size_t>(facts.streams));
-  sockets.front() = attempt.take_socket();
-  const int socket = sockets.front().get();
+  PeerSocket first = attempt.take_socket(self_);
+  const int socket = first.get();
   streams_.forget(facts.peer);
   streams_.expect(facts.peer, facts.streams,
                   facts.dialled && !facts.turned ? std::optional(facts.address) : std::nullopt);
   close(facts.peer);
   ask_for_congestion(socket, streams_.congestion());
-  user_.resume(facts.peer, sharing_.transport(facts.peer).open(std::move(sockets)), facts.frames_taken);
+  user_.resume(facts.peer,
+               open_channel(sharing_.transport(facts.peer), std::move(first),
+                            std::vector<Fd>(static_cast<std::size_t>(facts.streams - 1))),
+               facts.frames_taken);
 }
 
 void Redialler::note_failure(HandshakeAttempt& attempt) {

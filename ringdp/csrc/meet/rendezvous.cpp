@@ -189,6 +189,7 @@ Mesh RendezvousRun::mesh() {
     if (peer == rank_) continue;
     met.transport = &sharing.transport(peer);
     met.relayed = transports_.relayed()[peer] != 0;
+    met.tls = options_.links.tls && met.transport->open != nullptr;
     met.checksums = options_.links.checksums && met.transport->checksums;
     if (!at_start(peer)) continue;  // a rank that was ready earlier may have asked for it: it is made later
     met.channel = sharing.take(peer);
@@ -304,7 +305,7 @@ void RendezvousRun::listen_if_known() {
   }
   std::vector<char> wanted(world_, 0);
   for (int peer = 0; peer < world_; ++peer) wanted[peer] = at_start(peer);
-  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion,
+  connector_.emplace(mine, job_->secret, wanted, options_.links.streams, options_.links.congestion, options_.links.tls,
                      /*turns=*/!options_.addresses.door.folder.empty());
   connector_->listener().listen_on(std::move(listeners), std::move(listed));
   ranks_.publish_addresses(published);

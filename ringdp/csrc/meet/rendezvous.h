@@ -66,7 +66,8 @@ struct LinkSettings {
   std::string congestion = "auto";       // of the connections to other hosts, see ask_for_congestion
   int full_mesh_ranks = kFullMeshRanks;  // in jobs of more, pairs connect when they first need it; the same on all
   bool heals = true;                     // replaces broken connections: this rank keeps listening
-  std::size_t shm_ring_bytes = 0;        // shared with each rank of this host, each way; 0: see shared_ring_bytes
+  std::shared_ptr<const TlsContext> tls = {};  // over TCP; null: none. The same mode on all
+  std::size_t shm_ring_bytes = 0;              // shared with each rank of this host, each way; 0: see shared_ring_bytes
 };
 
 // How long to wait for the others.
@@ -106,6 +107,7 @@ struct MeshPeer {
   std::unique_ptr<Channel> channel;      // null for this rank itself, and for a peer that is not connected yet
   const Transport* transport = nullptr;  // the present or future one; null for this rank itself
   bool relayed = false;                  // the connection of the start leads through the door
+  bool tls = false;                      // over its connections
   bool checksums = false;                // both ends send them behind the headers of their frames
 };
 

@@ -77,7 +77,7 @@ void TransportSetup::run(Connector& connector, const std::function<void()>& look
 
 void TransportSetup::begin(std::vector<Connector::Connected> connected) {
   SharedSetup::Plan plan = this->plan();
-  std::vector<Fd> sockets(world_);
+  std::vector<PeerSocket> sockets(world_);
   congestion_problem_ = ask_for_congestion(connected, options_.links.congestion);
   std::vector<std::vector<Fd>> streams(world_);
   for (Connector::Connected& it : connected) {
@@ -206,7 +206,9 @@ void TransportSetup::log_transports() const {
   }
   std::vector<std::string> used;
   for (const Transport* it : transports())
-    if (users.contains(it)) used.push_back(std::string(it->title) + " with " + ranks_text(users[it]));
+    if (users.contains(it))
+      used.push_back(std::string(it->title) + (options_.links.tls && it->open != nullptr ? kWithTls : "") + " with " +
+                     ranks_text(users[it]));
   const Transport* named = ranks_.self().transport;
   const bool usual = named == nullptr || named == transports().front();
   log(LogLevel::kInfo,

@@ -35,6 +35,8 @@ namespace {
 
 constexpr std::array<char, 8> kMagic{'R', 'I', 'N', 'G', 'D', 'P', 'S', 'M'};
 constexpr std::size_t kReasonAt = 56;
+constexpr std::size_t kMacAt = kSharedMessageBytes - kSha256Bytes;  // zeros over a Unix socket
+constexpr std::size_t kReasonBytes = kMacAt - kReasonAt;
 constexpr int64_t kLongestRoundTripUs = 60'000'000;
 
 }  // namespace
@@ -49,7 +51,7 @@ SharedBytes SharedMessage::encode() const {
   else
     std::copy(name.begin(), name.end(), raw.begin() + 24);
   std::copy(token.begin(), token.end(), raw.begin() + 40);
-  std::string text = clean_text(reason, kSharedMessageBytes - kReasonAt);
+  std::string text = clean_text(reason, kReasonBytes);
   std::memcpy(&raw[kReasonAt], text.data(), text.size());
   return raw;
 }
@@ -65,9 +67,31 @@ std::optional<SharedMessage> SharedMessage::decode(const SharedBytes& raw) {
   out.round_trip_us = std::clamp<int64_t>(take<int64_t>(&raw[24]), 0, kLongestRoundTripUs);
   std::copy_n(raw.begin() + 24, out.name.size(), out.name.begin());
   std::copy_n(raw.begin() + 40, out.token.size(), out.token.begin());
-  std::string_view text = text_of(std::span(raw).subspan(kReasonAt));
-  out.reason = clean_text(text.substr(0, text.find('\0')), kSharedMessageBytes - kReasonAt);
+  std::string_view text = text_of(std::span(raw).subspan(kReasonAt, kReasonBytes));
+  out.reason = clean_text(text.substr(0, text.find('\0')), kReasonBytes);
   return out;
+}
+
+Digest SharedMac::of(const SharedBytes& message) const {
+  static constexpr std::string_view kLabel = "ringdp set-up";
+  std::array<std::byte, kLabel.size() + 1 + sizeof(count_) + kMacAt> text{};
+  std::memcpy(text.data(), kLabel.data(), kLabel.size());
+  text[kLabel.size()] = std::byte{of_dialler_};
+  put(&text[kLabel.size() + 1], count_);
+  std::copy_n(message.begin(), kMacAt, text.end() - kMacAt);
+  return hmac_sha256(key_, text);
+}
+
+void SharedMac::sign(SharedBytes& message) {
+  const Digest mac = of(message);
+  std::copy(mac.begin(), mac.end(), message.begin() + kMacAt);
+  ++count_;
+}
+
+bool SharedMac::accept(const SharedBytes& message) {
+  if (!equal_bytes(of(message), std::span(message).subspan(kMacAt))) return false;
+  ++count_;
+  return true;
 }
 
 SharedMessage GivenUp::message() const {
@@ -123,20 +147,37 @@ SharedReader::Status SharedReader::read(int fd) {
   filled_ += static_cast<std::size_t>(got);
   if (filled_ < buffer_.size()) return Status::kWaiting;
   filled_ = 0;
+  if (mac_ && !mac_->accept(buffer_)) {
+    why_ = "a message on its connection is not as it was sent";
+    return Status::kClosed;
+  }
   auto message = SharedMessage::decode(buffer_);
   if (!message) return Status::kNonsense;
   message_ = std::move(*message);
   return Status::kMessage;
 }
 
-int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor) {
-  SharedBytes bytes = message.encode();
+namespace {
+
+int send_shared_bytes(int fd, const SharedBytes& bytes, const Fd& descriptor) {
   ssize_t moved = 0;
   do {
     moved = send_with_descriptor(fd, bytes, descriptor);
   } while (moved < 0 && errno == EINTR);
   if (moved < 0) return errno;
   return moved == static_cast<ssize_t>(bytes.size()) ? 0 : EAGAIN;
+}
+
+}  // namespace
+
+int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor) {
+  return send_shared_bytes(fd, message.encode(), descriptor);
+}
+
+int send_shared_message(int fd, const SharedMessage& message, SharedMac& mac) {
+  SharedBytes bytes = message.encode();
+  mac.sign(bytes);
+  return send_shared_bytes(fd, bytes, Fd());
 }
 
 std::optional<FdSocket> FdSocket::open(std::string& problem) {

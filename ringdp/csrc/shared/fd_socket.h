@@ -5,8 +5,8 @@
 // Used by one thread.
 //
 // The messages between two ranks after the handshake and before the first frame: of one size, over their authenticated
-// TCP connection and over the Unix socket that passes shared memory (docs/reference/wire_format.md). Encoding and
-// checking only. Value types, any thread.
+// TCP connection and over the Unix socket that passes shared memory (docs/reference/wire_format.md). Over TCP each has
+// a MAC, of a SharedMac. Encoding and checking only. Value types, any thread.
 //
 // How many unauthenticated connections a process keeps open at once. A pure function of its limit of descriptors; any
 // thread.
@@ -27,6 +27,8 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/sha256.h"
+#include "transport/tls.h"
 
 namespace ringdp {
 
@@ -64,6 +66,26 @@ struct SharedMessage {
   static std::optional<SharedMessage> decode(const SharedBytes& raw);
 };
 
+// The MACs of the messages in one direction of a TCP connection: with the connection's key, over a count too, so that
+// none can be repeated or left out.
+class SharedMac {
+ public:
+  SharedMac() = default;
+  SharedMac(const Digest& key, bool of_dialler) : key_(key), of_dialler_(of_dialler) {}
+  static SharedMac sending(const Protection& own) { return {own.key, own.dialled}; }
+  static SharedMac receiving(const Protection& own) { return {own.key, !own.dialled}; }
+
+  void sign(SharedBytes& message);          // the next one
+  bool accept(const SharedBytes& message);  // false: it is not the next one
+
+ private:
+  Digest of(const SharedBytes& message) const;
+
+  Digest key_{};
+  bool of_dialler_ = false;
+  uint64_t count_ = 0;
+};
+
 // The error of a rank that left during the rendezvous, which the others raise too.
 struct GivenUp {
   ErrorKind kind = ErrorKind::kHandshake;
@@ -77,6 +99,9 @@ struct GivenUp {
 // Reads messages of fixed size from a non-blocking stream, and a descriptor that comes along.
 class SharedReader {
  public:
+  SharedReader() = default;  // of a Unix socket
+  explicit SharedReader(const SharedMac& mac) : mac_(mac) {}
+
   enum class Status { kWaiting, kMessage, kClosed, kNonsense };
 
   Status read(int fd);  // kClosed: `why` says how
@@ -85,6 +110,7 @@ class SharedReader {
   const std::string& why() const { return why_; }
 
  private:
+  std::optional<SharedMac> mac_;
   SharedBytes buffer_{};
   std::size_t filled_ = 0;
   SharedMessage message_;
@@ -94,6 +120,7 @@ class SharedReader {
 
 // Whole or not at all: a fresh socket has room. 0 or errno's value; a descriptor may go along.
 int send_shared_message(int fd, const SharedMessage& message, const Fd& descriptor = Fd());
+int send_shared_message(int fd, const SharedMessage& message, SharedMac& mac);  // over TCP
 
 class FdSocket {
  public:

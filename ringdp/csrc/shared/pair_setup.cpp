@@ -31,8 +31,13 @@ std::string stranger_text(const PairSetup::Terms& terms, const ucred& credential
 
 }  // namespace
 
-PairSetup::PairSetup(const Terms& terms, Fd tcp, std::vector<Fd> streams)
-    : terms_(terms), connected_(true), tcp_(std::move(tcp)), streams_(std::move(streams)) {}
+PairSetup::PairSetup(const Terms& terms, PeerSocket tcp, std::vector<Fd> streams)
+    : terms_(terms),
+      connected_(true),
+      tcp_(std::move(tcp)),
+      streams_(std::move(streams)),
+      tcp_reader_(SharedMac::receiving(tcp_.protection)),
+      tcp_mac_(SharedMac::sending(tcp_.protection)) {}
 
 int PairSetup::poll_for(std::vector<pollfd>& polled, int wait_ms) const {
   if (stage_ == Stage::kConnecting) wait_ms = std::min(wait_ms, kConnectAgainMs);
@@ -51,10 +56,11 @@ void PairSetup::watch_for_end(std::vector<pollfd>& polled) const {
   for (const Fd& it : streams_) polled.push_back({it.get(), POLLRDHUP, 0});
 }
 
-void PairSetup::reconnect(Fd tcp, std::vector<Fd> streams) {
+void PairSetup::reconnect(PeerSocket tcp, std::vector<Fd> streams) {
   tcp_ = std::move(tcp);
   streams_ = std::move(streams);
-  tcp_reader_ = {};
+  tcp_reader_ = SharedReader(SharedMac::receiving(tcp_.protection));
+  tcp_mac_ = SharedMac::sending(tcp_.protection);
   cut_ = false;
   const bool lower = terms_.self < terms_.peer;
   if (lower && stage_ == Stage::kAwaitAnswer) say(offer_);
@@ -231,7 +237,7 @@ void PairSetup::say(const SharedMessage& message) {
   if (shares()) {
     if (int error_number = send_shared_message(unix_socket_.get(), message); error_number != 0)
       report(true, errno_text(error_number));
-  } else if (!cut_ && send_shared_message(tcp_.get(), message) != 0) {
+  } else if (!cut_ && send_shared_message(tcp_.get(), message, tcp_mac_) != 0) {
     end_tcp();
   }
 }
@@ -265,12 +271,8 @@ void PairSetup::report(bool lost, const std::string& text) {
 
 std::unique_ptr<Channel> PairSetup::take(const Transport& without_memory) {
   connected_ = false;
-  if (!memory_) {
-    std::vector<Fd> sockets = std::move(streams_);
-    sockets.insert(sockets.begin(), std::move(tcp_));
-    return without_memory.open(std::move(sockets));
-  }
-  tcp_.reset();
+  if (!memory_) return open_channel(without_memory, std::move(tcp_), std::move(streams_));
+  tcp_ = {};
   int side = terms_.peer > terms_.self ? 0 : 1;
   return make_shm_channel({std::move(*memory_), std::move(unix_socket_), side, rank_text(terms_.peer)});
 }

@@ -49,7 +49,7 @@ class PairSetup {
 
   PairSetup() = default;  // without a connection
   // Nothing is set up until one of the three below is called. `streams`: further connections with the same rank.
-  PairSetup(const Terms& terms, Fd tcp, std::vector<Fd> streams);
+  PairSetup(const Terms& terms, PeerSocket tcp, std::vector<Fd> streams);
 
   void offer(FdSocket& fd_socket);        // the lower rank
   void fail(const std::string& problem);  // the lower rank, if it has no memory to offer; informs the peer
@@ -57,7 +57,7 @@ class PairSetup {
 
   bool connected() const { return connected_; }                     // until it is taken, also while it is cut
   bool cut() const { return cut_ && !shares(); }                    // its TCP connection has ended, and it needs one
-  void reconnect(Fd tcp, std::vector<Fd> streams);                  // another one
+  void reconnect(PeerSocket tcp, std::vector<Fd> streams);          // another one
   bool shares() const { return decided() && memory_.has_value(); }  // the pair shares memory
   bool decided() const { return stage_ == Stage::kDecided; }        // the transport is decided
   bool hands_out() const { return stage_ == Stage::kAwaitAnswer; }  // this rank's FdSocket is needed
@@ -100,9 +100,10 @@ class PairSetup {
   bool connected_ = false;
   bool cut_ = false;
   bool negotiates_ = false;  // memory was, or is, to be set up
-  Fd tcp_;                   // if `cut_`: shut down, for a channel that is made again as any that breaks
+  PeerSocket tcp_;           // if `cut_`: shut down, for a channel that is made again as any that breaks
   std::vector<Fd> streams_;  // further connections
   SharedReader tcp_reader_;
+  SharedMac tcp_mac_;  // of what is sent
   Stage stage_ = Stage::kDecided;
   SharedMessage offer_;
   Fd handout_;      // what the peer is to fetch

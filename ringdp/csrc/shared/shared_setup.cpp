@@ -87,7 +87,7 @@ std::string instead_text(const TransportChoice& choice) {
   return "RINGDP_TRANSPORT=auto would use " + std::string(choice.fallback->title) + " between them";
 }
 
-SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams)
+SharedSetup::SharedSetup(int rank, std::vector<PeerSocket> sockets, Plan plan, std::vector<std::vector<Fd>> streams)
     : rank_(rank),
       plan_(std::move(plan)),
       pairs_(sockets.size()),
@@ -106,14 +106,14 @@ SharedSetup::SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vect
   step(0);
 }
 
-void SharedSetup::add(int peer, Fd socket, std::vector<Fd> streams) {
+void SharedSetup::add(int peer, PeerSocket socket, std::vector<Fd> streams) {
   said_[peer] = {};
   pairs_[peer] = pair_of(peer, std::move(socket), std::move(streams));
   if (plan_.shares(peer) && peer > rank_) no_memory_ = memory_problem(2 * plan_.ring_bytes);
   begin(peer);
 }
 
-void SharedSetup::reconnect(int peer, Fd socket, std::vector<Fd> streams) {
+void SharedSetup::reconnect(int peer, PeerSocket socket, std::vector<Fd> streams) {
   if (!pairs_[peer].connected()) return add(peer, std::move(socket), std::move(streams));
   said_[peer] = {};
   pairs_[peer].reconnect(std::move(socket), std::move(streams));
@@ -134,7 +134,7 @@ void SharedSetup::note_met(int peer, int64_t round_trip_us) {
   if (peer == tree_.parent()) tree_.take_all_ready(peer, round_trip_us);
 }
 
-PairSetup SharedSetup::pair_of(int peer, Fd socket, std::vector<Fd> streams) const {
+PairSetup SharedSetup::pair_of(int peer, PeerSocket socket, std::vector<Fd> streams) const {
   return PairSetup({.self = rank_,
                     .peer = peer,
                     .pid = plan_.pids[peer],

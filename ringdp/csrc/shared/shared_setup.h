@@ -88,11 +88,11 @@ class SharedSetup {
 
   // `sockets`: of the start: connected and authenticated, one per rank; none at this rank's place, and for those that
   // are not connected then. `streams`: further connections with them, per rank; or empty.
-  SharedSetup(int rank, std::vector<Fd> sockets, Plan plan, std::vector<std::vector<Fd>> streams = {});
+  SharedSetup(int rank, std::vector<PeerSocket> sockets, Plan plan, std::vector<std::vector<Fd>> streams = {});
 
-  void add(int peer, Fd socket, std::vector<Fd> streams = {});  // one that was connected later
+  void add(int peer, PeerSocket socket, std::vector<Fd> streams = {});  // one that was connected later
   std::vector<int> take_cut();  // peers whose connections have ended since, and which need another one
-  void reconnect(int peer, Fd socket, std::vector<Fd> streams = {});  // that; or one that was connected later
+  void reconnect(int peer, PeerSocket socket, std::vector<Fd> streams = {});  // that; or one that was connected later
   // That peer has said elsewhere that all ranks are ready, and sends nothing more here, since its connection has
   // ended.
   void note_met(int peer, int64_t round_trip_us);
@@ -125,7 +125,7 @@ class SharedSetup {
   std::unique_ptr<Channel> take(int peer);  // when complete
 
  private:
-  PairSetup pair_of(int peer, Fd socket, std::vector<Fd> streams) const;
+  PairSetup pair_of(int peer, PeerSocket socket, std::vector<Fd> streams) const;
   void begin(int peer);
   struct Said {
     bool to_it = false;   // on its present connection this rank has sent kReady or kAllReady

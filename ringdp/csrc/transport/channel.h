@@ -109,6 +109,8 @@ class Channel {
   virtual void close_send() = 0;             // no more bytes will be sent; the peer sees kClosed after the last one
   virtual int poll_fd() const = 0;           // for the Poller; readable may also mean room to send
   virtual std::string describe() const = 0;  // "tcp 10.0.0.1:41000 -> 10.0.0.2:29500"
+  // Of kBroken: what was wrong with the peer's bytes (EBADMSG), or with its identity (EKEYREJECTED). Else empty.
+  virtual std::string why_ended() const { return ""; }
 
   virtual DirectReader* direct() { return nullptr; }  // null: a stream, for `receive`
   virtual NetworkPath* path() { return nullptr; }     // null: inside a host

@@ -64,6 +64,7 @@ class LimitedChannel final : public Channel {
   void close_send() override { inner_->close_send(); }
   int poll_fd() const override { return inner_->poll_fd(); }
   std::string describe() const override { return inner_->describe(); }
+  std::string why_ended() const override { return inner_->why_ended(); }
   NetworkPath* path() override { return inner_->path(); }
 
  private:

@@ -1,6 +1,7 @@
 // The table of transports: one line each, in the order in which `auto` prefers them.
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "base/error.h"
 #include "transport/transport.h"
@@ -37,6 +38,12 @@ const Transport* transport_named(std::string_view name) {
 }
 
 std::string_view transport_setting(const Transport* named) { return named != nullptr ? named->name : "auto"; }
+
+std::unique_ptr<Channel> open_channel(const Transport& transport, PeerSocket first, std::vector<Fd> more) {
+  more.insert(more.begin(), std::move(first.fd));
+  std::unique_ptr<Channel> channel = transport.open(std::move(more));
+  return first.protection.tls ? make_tls_channel(std::move(channel), first.protection) : std::move(channel);
+}
 
 TransportChoice choose_transport(const Transport* mine, const Transport* theirs, bool same_host, Transports from) {
   auto viable = [&](const Transport* it) { return same_host || !it->same_host; };

@@ -14,6 +14,7 @@
 
 #include "base/fd.h"
 #include "transport/channel.h"
+#include "transport/tls.h"
 
 namespace ringdp {
 
@@ -29,6 +30,10 @@ struct Transport {
   // must not wait for the peer. Null: the ranks set up memory first, which can fail (shared/shared_setup.h).
   std::unique_ptr<Channel> (*open)(std::vector<Fd> sockets) = nullptr;
 };
+
+// The pair's channel over a transport that has `open`, with TLS over all of its connections together if they are to
+// have it: only the first one needs a key.
+std::unique_ptr<Channel> open_channel(const Transport& transport, PeerSocket first, std::vector<Fd> more);
 
 using Transports = std::span<const Transport* const>;
 
