@@ -778,6 +778,7 @@ def on_change(
 
 def open_door_message(secret: str, transcript: str, message: str) -> tuple[int, int, int] | None:
     """Its type, protocol version and number; None: it is none, or of another secret."""
+
 def openssl_version(library: str = "") -> str:
     """Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none."""
 

@@ -72,7 +72,7 @@ def run(orders: Orders) -> NoReturn:
     waiting = passage = None
     try:
         notify_nodes = _begin(orders)
-        passage = door.enter(orders.arguments, orders.secret_file, lambda line: _say(orders, [line]))
+        passage = door.enter(orders.arguments, lambda line: _say(orders, [line]))
         if passage is not None:
             orders = dataclasses.replace(orders, arguments=passage.arguments)
             os.environ.update(passage.environ)
@@ -105,6 +105,10 @@ def _begin(orders: Orders) -> list[Callable[[str], None]]:
     # A group of its own: the terminal's Ctrl-C reaches the supervisor alone, which passes it on once.
     os.setpgid(0, 0)
     processes.become_subreaper()
+    if orders.secret_file is not None:
+        os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
+    if orders.arguments.torchrun.tls:
+        os.environ["RINGDP_TLS"] = "1"
     notify_nodes: list[Callable[[str], None]] = []  # once there is an agent
     threading.Thread(target=_watch_leash, args=(orders, notify_nodes), name="leash", daemon=True).start()
     return notify_nodes
@@ -129,10 +133,6 @@ def _run(
         "OMP_NUM_THREADS", str(threads.threads_per_rank(threads.usable_cores(), local_world_size, alone=alone))
     )
     metrics.begin(args, orders.folder)
-    if orders.secret_file is not None:
-        os.environ["RINGDP_SECRET_FILE"] = str(orders.secret_file)
-    if args.tls:
-        os.environ["RINGDP_TLS"] = "1"
     of_this_attempt: list[RankLogs] = []
     log_dir, args.log_dir = args.log_dir, args.log_dir if args.logs_specs else str(orders.folder)
     config, entrypoint, entrypoint_args = torchrun.config_from_args(args)

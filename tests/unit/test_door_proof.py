@@ -16,13 +16,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringdp.config import RingConfig
 from ringdp.launcher.door import proof
-from ringdp.launcher.door.gate import Gate, RefusedError
+from ringdp.launcher.door.gate import Gate
 from ringdp.launcher.door.head import About, Door
+from ringdp.launcher.door.proof import RefusedError, Trust
 from tests.train.harness import ring_is_built
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+def trust(secret: bytes = SECRET, *, tls: bool = False) -> Trust:
+    return Trust(RingConfig(secret=secret, tls=tls))
+
+
 Both = tuple[BaseException | None, BaseException | tuple[proof.Kind, int]]
 
 
@@ -44,12 +52,12 @@ def between(change: Callable[[int, bytes], bytes], secrets: tuple[bytes, bytes] 
         async def outcome(work: Awaitable[Any]) -> Any:
             try:
                 return await asyncio.wait_for(work, 0.2)
-            except (proof.NotProvenError, TimeoutError, OSError) as error:
+            except (proof.NotProvenError, RefusedError, TimeoutError, OSError) as error:
                 return error
 
         passing = asyncio.create_task(outcome(middle()))
-        hears = asyncio.create_task(outcome(proof.hear(right, secrets[1])))
-        asks = await outcome(proof.ask(left, secrets[0], proof.Kind.RELAY, proof.place_of(3, 41000)))
+        hears = asyncio.create_task(outcome(proof.hear(right, trust(secrets[1]))))
+        asks = await outcome(proof.ask(left, trust(secrets[0]), proof.Kind.RELAY, proof.place_of(3, 41000)))
         left.close()
         await passing
         left_end.close()
@@ -63,8 +71,7 @@ def between(change: Callable[[int, bytes], bytes], secrets: tuple[bytes, bytes] 
 
 def test_both_sides_agree_on_what_it_is_for() -> None:
     asked, heard = between(lambda number, bytes_: bytes_)
-    assert asked is None
-    assert heard == (proof.Kind.RELAY, proof.place_of(3, 41000))
+    assert heard == (proof.Kind.RELAY, proof.place_of(3, 41000), asked)
     assert proof.node_and_port(proof.place_of(3, 41000)) == (3, 41000)
 
 
@@ -119,15 +126,20 @@ def test_only_a_rank_of_the_job_has_a_wish(data: st.DataObject) -> None:
             proof.read_wish(bytes_, SECRET)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "TLS"])
+def tls(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door(0, SECRET, About(here=0, nodes=3, run_id="x", elastic=False, max_restarts=0), lambda line: None)
+def door(tls: bool) -> Iterator[Door]:
+    made = Door(0, trust(tls=tls), About(here=0, nodes=3, run_id="x", elastic=False, max_restarts=0), lambda line: None)
     yield made
     made.close()
 
 
-def enter(door: Door, wants: int | None = None) -> int:
-    gate = Gate(("127.0.0.1", door.port), SECRET, wants)
+def enter(door: Door, *, tls: bool) -> int:
+    gate = Gate(("127.0.0.1", door.port), trust(tls=tls), None)
     try:
         return gate.enter(10.0, lambda line: None)[1]
     finally:
@@ -147,7 +159,7 @@ def test_a_stranger_gets_no_byte_and_is_closed(door: Door, sent: bytes) -> None:
     assert time.monotonic() - began_s < 4.0
 
 
-def test_a_host_is_let_in_while_strangers_come_in_numbers(door: Door) -> None:
+def test_a_host_is_let_in_while_strangers_come_in_numbers(door: Door, tls: bool) -> None:
     """Some silent, some talking; this process holds no more than a bounded number of their connections."""
     ends = threading.Event()
 
@@ -167,7 +179,7 @@ def test_a_host_is_let_in_while_strangers_come_in_numbers(door: Door) -> None:
     try:
         time.sleep(0.5)
         began_s = time.monotonic()
-        assert enter(door) == 1
+        assert enter(door, tls=tls) == 1
         assert time.monotonic() - began_s < 8.0
         descriptors = len(os.listdir("/proc/self/fd"))
         assert descriptors < 300 + 256 + 100
@@ -176,19 +188,19 @@ def test_a_host_is_let_in_while_strangers_come_in_numbers(door: Door) -> None:
         flooding.join()
 
 
-def test_a_host_has_the_number_that_it_wants_or_the_next_one(door: Door) -> None:
-    gates = [Gate(("127.0.0.1", door.port), SECRET, wants) for wants in (2, None)]
+def test_a_host_has_the_number_that_it_wants_or_the_next_one(door: Door, tls: bool) -> None:
+    gates = [Gate(("127.0.0.1", door.port), trust(tls=tls), wants) for wants in (2, None)]
     assert [gate.enter(10.0, lambda line: None)[1] for gate in gates] == [2, 1]
     with pytest.raises(RefusedError, match="the job has all of its 3 hosts, and is not elastic"):
-        enter(door)
+        enter(door, tls=tls)
     for gate in gates:
         gate.close()
 
 
-def test_the_store_is_reached_through_the_door_alone(door: Door) -> None:
+def test_the_store_is_reached_through_the_door_alone(door: Door, tls: bool) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    gate = Gate(("127.0.0.1", door.port), SECRET, None)
+    gate = Gate(("127.0.0.1", door.port), trust(tls=tls), None)
     gate.enter(10.0, lambda line: None)
     here = TCPStore("127.0.0.1", door.store_port, None, False, wait_for_workers=False)
     there = TCPStore("127.0.0.1", gate.store_port, None, False, wait_for_workers=False)
@@ -197,9 +209,9 @@ def test_the_store_is_reached_through_the_door_alone(door: Door) -> None:
     gate.close()
 
 
-def test_ranks_of_two_hosts_talk_through_the_door(door: Door) -> None:
+def test_ranks_of_two_hosts_talk_through_the_door(door: Door, tls: bool) -> None:
     """And a port at which no rank listens is nobody's."""
-    gates = [Gate(("127.0.0.1", door.port), SECRET, None) for _ in range(2)]
+    gates = [Gate(("127.0.0.1", door.port), trust(tls=tls), None) for _ in range(2)]
     nodes = [gate.enter(10.0, lambda line: None)[1] for gate in gates]
     with socket.create_server(("127.0.0.1", 0)) as rank, socket.create_server(("127.0.0.1", 0)) as stranger:
         port = rank.getsockname()[1]
@@ -230,3 +242,16 @@ def test_ranks_of_two_hosts_talk_through_the_door(door: Door) -> None:
             stranger.accept()
     for gate in gates:
         gate.close()
+
+
+def test_a_launcher_without_tls_is_told_that_the_job_has_it() -> None:
+    made = Door(
+        0, trust(tls=True), About(here=0, nodes=2, run_id="x", elastic=False, max_restarts=0), lambda line: None
+    )
+    gate = Gate(("127.0.0.1", made.port), trust(), None)
+    with pytest.raises(
+        RefusedError, match=r"the job has TLS with the job's secret \(--tls\), and this launcher no TLS"
+    ):
+        gate.enter(10.0, lambda line: None)
+    gate.close()
+    made.close()

@@ -70,7 +70,8 @@ void Relay::join(Fd one, Fd other) {
   open(pair.back, pair.other.get(), pair.one.get());
   for (const int socket : {pair.one.get(), pair.other.get()}) {
     prepare(socket);
-    if (SocketAddress::far_end_of(socket).is_loopback()) continue;
+    const SocketAddress other_end = SocketAddress::far_end_of(socket);
+    if (other_end.family() == AF_UNIX || other_end.is_loopback()) continue;
     ask_for_congestion(socket, kAutomaticCongestion);
     pair.hosts.emplace_back(socket);
   }

@@ -8,7 +8,7 @@ other rank; that one dials back. Each connection proves the job's secret (`proof
 then the core's Relay moves its bytes.
 """
 
-from ringdp.launcher.door.gate import RefusedError
 from ringdp.launcher.door.passage import Passage, enter
+from ringdp.launcher.door.proof import RefusedError
 
 __all__ = ["Passage", "RefusedError", "enter"]

@@ -23,18 +23,6 @@ _FIRST_NOTICE_S, _NOTICE_EVERY_S = 3.0, 10.0
 _log = logging.getLogger("ringdp.launch")
 
 
-class RefusedError(Exception):
-    """The door does not let this host in; says why.
-
-    Attributes:
-        no_door: what listens there is none, or has another secret.
-    """
-
-    def __init__(self, text: str, *, no_door: bool = False) -> None:
-        super().__init__(text)
-        self.no_door = no_door
-
-
 class Gate:
     """Invariant: once `enter` has returned, this host has its number for good, and keeps one connection by which it is
     called, made again where it ends. All but `enter` and `close` runs in the loop's thread.
@@ -48,10 +36,10 @@ class Gate:
         wants: the number that this host is to have, where it starts together with others; None: any.
     """
 
-    def __init__(self, where: tuple[str, int], secret: bytes, wants: int | None) -> None:
-        self._where, self._secret, self._wants = where, secret, wants
-        self._loop = Loop()
-        self._local = Local(self._loop, secret, self._reach)
+    def __init__(self, where: tuple[str, int], trust: proof.Trust, wants: int | None) -> None:
+        self._where, self._trust, self._wants = where, trust, wants
+        self._loop = Loop(trust)
+        self._local = Local(self._loop, trust.secret, self._reach)
         self.folder = self._local.folder
         self._round_trip_s = math.inf  # to the door, the shortest so far
         self._store = local.listen(LOOPBACK, 0)
@@ -71,6 +59,8 @@ class Gate:
             try:
                 about, node = self._loop.run(self._register())
                 return about, node
+            except proof.RefusedError as error:
+                raise proof.RefusedError(f"{host}:{port} does not let this host in: {error}") from None
             except (OSError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             except proof.NotProvenError as error:
@@ -79,14 +69,14 @@ class Gate:
                 if closed < _CLOSED_TIMES:  # among many strangers one of the job may be closed
                     time.sleep(_CLOSED_PAUSE_S)
                     continue
-                raise RefusedError(
+                raise proof.RefusedError(
                     f"{host}:{port} does not let this host in: {error}. Is it the port of --door, and --secret-file the"
                     " file of the job's first launcher?",
                     no_door=True,
                 ) from error
             waited_s = time.monotonic() - began_s
             if waited_s > timeout_s:
-                raise RefusedError(f"nobody opens the door at {host}:{port}: {why}; --rdzv-timeout waits longer")
+                raise proof.RefusedError(f"nobody opens the door at {host}:{port}: {why}; --rdzv-timeout waits longer")
             if waited_s > notice_s:
                 say(f"waits for the door at {host}:{port}, since {waited_s:.0f} s: {why}")
                 notice_s += _NOTICE_EVERY_S
@@ -102,10 +92,12 @@ class Gate:
         connection = await local.connect(*self._where)
         self._round_trip_s = min(self._round_trip_s, time.monotonic() - began_s)
         try:
-            await proof.ask(connection, self._secret, kind, value)
+            key = await proof.ask(connection, self._trust, kind, value)
         except BaseException:
             connection.close()
             raise
+        if kind in (proof.Kind.REGISTER, proof.Kind.STORE):
+            return self._loop.protect(connection, key, dialled=True)
         return connection
 
     async def _register(self, node: int | None = None) -> tuple[About, int]:
@@ -120,7 +112,7 @@ class Gate:
         said: dict[str, Any] = json.loads(line) if line else {"refused": "it closed the connection"}
         if "refused" in said:
             writer.close()
-            raise RefusedError(f"{self._where[0]}:{self._where[1]} does not let this host in: {said['refused']}")
+            raise proof.RefusedError(said["refused"])
         if node is None:
             self._local.open(said["node"], self._round_trip_s)
             self._loop.begin(local.serve(self._loop, self._store, self._forward))
@@ -170,7 +162,7 @@ class Gate:
             try:
                 await self._register(node)
                 return
-            except RefusedError as error:
+            except proof.RefusedError as error:
                 _log.warning("%s", error)
                 return
             except (OSError, TimeoutError, ValueError, proof.NotProvenError) as error:

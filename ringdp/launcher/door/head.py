@@ -65,14 +65,14 @@ class Door:
         OSError: the port cannot be had.
     """
 
-    def __init__(self, port: int, secret: bytes, about: About, came: Callable[[str], None]) -> None:
+    def __init__(self, port: int, trust: proof.Trust, about: About, came: Callable[[str], None]) -> None:
         """`came`: is given a line where another host has come."""
-        self._about, self._secret, self._came = about, secret, came
+        self._about, self._trust, self._came = about, trust, came
         self._public = local.listen("", port)
         self.port: int = self._public.getsockname()[1]
         self._store, self.store_port = loopback_store()
-        self._loop = Loop()
-        self._local = Local(self._loop, secret, self._reach)
+        self._loop = Loop(trust)
+        self._local = Local(self._loop, trust.secret, self._reach)
         self.folder = self._local.folder
         self._launchers: dict[int, _Launcher] = {}
         self._next_node = about.nodes  # of those that come later
@@ -95,7 +95,9 @@ class Door:
         self._loop.begin(local.serve(self._loop, self._public, self._greet))
 
     async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
-        kind, value = await proof.hear(connection, self._secret, authentic)
+        kind, value, key = await proof.hear(connection, self._trust, authentic)
+        if kind in (proof.Kind.REGISTER, proof.Kind.STORE):  # ranks protect what is relayed by themselves
+            connection = self._loop.protect(connection, key, dialled=False)
         if kind is proof.Kind.ANSWER:
             return lambda: self._answered(connection, value)
         if kind is proof.Kind.REGISTER:

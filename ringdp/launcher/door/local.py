@@ -24,12 +24,17 @@ _log = logging.getLogger("ringdp.launch")
 
 
 class Loop:
-    """The thread "ringdp-door" with an event loop, and the relay. One for each launcher; ends with its process."""
+    """The thread "ringdp-door" with an event loop, the relay, and TLS. One for each launcher; ends with its process.
 
-    def __init__(self) -> None:
+    Args:
+        trust: of the launchers.
+    """
+
+    def __init__(self, trust: proof.Trust) -> None:
         from ringdp import _C
 
         self.relay = _C.Relay()
+        self._bridge = _C.TlsBridge(trust.config) if trust.tls else None
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ringdp-door", daemon=True)
@@ -48,6 +53,7 @@ class Loop:
         self._thread.join()
         self._loop.close()
         del self.relay
+        self._bridge = None
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
         """Run it there, and wait for its result. From another thread."""
@@ -67,6 +73,15 @@ class Loop:
         task = self._loop.create_task(_alone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def protect(self, connection: socket.socket, key: bytes, *, dialled: bool) -> socket.socket:
+        """A socket with the bytes of this connection, which go by TLS from now on, if the launchers have that."""
+        if self._bridge is None:
+            return connection
+        mine, its = socket.socketpair()
+        mine.setblocking(False)
+        self._bridge.join(its.detach(), connection.detach(), key, dialled)
+        return mine
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
         """From now on the relay moves their bytes."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ringdp.config import read_address, read_secret
+from ringdp.config import RingConfig, read_address
 from ringdp.launcher import joining
 from ringdp.launcher.arguments import Arguments, meeting_of
-from ringdp.launcher.door.gate import Gate, RefusedError
+from ringdp.launcher.door.gate import Gate
 from ringdp.launcher.door.head import About, Door
 from ringdp.launcher.door.local import LOOPBACK
+from ringdp.launcher.door.proof import RefusedError, Trust
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Passage:
             self.way.begun()
 
 
-def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], None]) -> Passage | None:
+def enter(arguments: Arguments, say: Callable[[str], None]) -> Passage | None:
     """Open the door that is asked for, or go through the one to which ``--join`` leads; None: there is none. Blocks
-    until the door answers.
+    until the door answers. The environment has the settings of the job, its secret among them.
 
     Args:
         say: is given lines for the user.
@@ -60,15 +61,15 @@ def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], N
         RefusedError: it does not let this host in.
     """
     args = arguments.torchrun
-    if secret_file is None:
+    if "RINGDP_SECRET_FILE" not in os.environ:
         return None
-    secret = read_secret(str(secret_file))
+    if args.door is None and args.join is None:
+        return None
+    trust = Trust(RingConfig.from_environment())
     if args.door is not None:
-        return _open(arguments, args, secret, say)
-    if args.join is None:
-        return None
+        return _open(arguments, args, trust, say)
     host, port = read_address(args.join)
-    gate = Gate((host, port), secret, args.node_asked)
+    gate = Gate((host, port), trust, args.node_asked)
     try:
         about, node = gate.enter(args.rdzv_timeout or 600.0, say)
     except RefusedError as error:
@@ -84,11 +85,11 @@ def enter(arguments: Arguments, secret_file: Path | None, say: Callable[[str], N
     return Passage(gate, _behind(arguments, args, about, node, gate.store_port, f"the door at {host}:{port}"))
 
 
-def _open(arguments: Arguments, args: argparse.Namespace, secret: bytes, say: Callable[[str], None]) -> Passage:
+def _open(arguments: Arguments, args: argparse.Namespace, trust: Trust, say: Callable[[str], None]) -> Passage:
     nodes = int(args.nnodes.partition(":")[0])
     run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
     about = About(here=args.node_rank, nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts)
-    door = Door(args.door, secret, about, say)
+    door = Door(args.door, trust, about, say)
     others = f": {nodes - 1} more to come" if nodes > 1 else ""
     say(f"the door is at port {door.port} of this host{others} (ringrun --join HOST:{door.port} --secret-file FILE)")
     return Passage(door, _behind(arguments, args, about, about.here, door.store_port, f"the door at port {door.port}"))

@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "transport/tls.h"
+
 namespace ringdp {
 
 // For a C++ object that keeps a Python function: its last copy may be destroyed by a thread without the GIL.
@@ -16,6 +18,8 @@ inline std::shared_ptr<pybind11::function> shared_function(pybind11::function fu
             delete it;
           }};
 }
+
+TlsSettings tls_settings(const pybind11::dict& config);  // of a RingConfig
 
 void bind_compression(pybind11::module_& module);
 void bind_cuda_kernels(pybind11::module_& module);

@@ -23,6 +23,19 @@
 #include "torch/device/device_side.h"
 
 namespace ringdp {
+
+TlsSettings tls_settings(const pybind11::dict& config) {
+  TlsSettings tls;
+  if (!config["tls"].cast<bool>()) return tls;
+  tls.mode = TlsMode::kSecret;
+  tls.library = config["tls_library"].cast<std::string>();
+  tls.certificate = config["tls_cert"].cast<std::string>();
+  tls.key = config["tls_key"].cast<std::string>();
+  tls.authorities = config["tls_ca"].cast<std::string>();
+  if (!tls.certificate.empty()) tls.mode = TlsMode::kCertificates;
+  return tls;
+}
+
 namespace {
 
 namespace py = pybind11;
@@ -78,14 +91,7 @@ RendezvousOptions rendezvous_options(const py::dict& config, int rank, int size)
   }
   options.links.transport = transport_named(config["transport"].cast<std::string>());
   options.links.checksums = config["checksum"].cast<bool>();
-  if (config["tls"].cast<bool>()) {
-    TlsSettings tls{.mode = TlsMode::kSecret, .library = config["tls_library"].cast<std::string>()};
-    tls.certificate = config["tls_cert"].cast<std::string>();
-    tls.key = config["tls_key"].cast<std::string>();
-    tls.authorities = config["tls_ca"].cast<std::string>();
-    if (!tls.certificate.empty()) tls.mode = TlsMode::kCertificates;
-    options.links.tls = make_tls_context(tls);
-  }
+  options.links.tls = make_tls_context(tls_settings(config));
   options.links.full_mesh_ranks = config["full_mesh_ranks"].cast<int>();
   options.links.heals = config["heal_ms"].cast<int64_t>() > 0;
   options.addresses.several_hosts = config["several_hosts"].cast<bool>();

@@ -1,0 +1,120 @@
+#include "transport/tls_bridge.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/tcp.h"
+
+namespace ringdp {
+namespace {
+
+constexpr std::size_t kBufferBytes = 256 * 1024;
+constexpr int kLookMs = 1000;
+
+// False: the socket is broken. Sends what there is room for, and takes it out of `bytes`.
+bool send_from(std::vector<std::byte>& bytes, int socket) {
+  const ssize_t sent = ::send(socket, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent < 0) return errno == EAGAIN || errno == EINTR;
+  bytes.erase(bytes.begin(), bytes.begin() + sent);
+  return true;
+}
+
+}  // namespace
+
+TlsBridge::TlsBridge(const TlsSettings& settings)
+    : context_(make_tls_context(settings)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!wakeup_) throw_system("make a descriptor for TLS", errno);
+  thread_ = std::make_unique<std::thread>([this] { run(); });
+  pthread_setname_np(thread_->native_handle(), "tls-bridge");
+}
+
+TlsBridge::~TlsBridge() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
+  thread_->join();
+}
+
+void TlsBridge::join(Fd plain, Fd connection, const Digest& key, bool dialled) {
+  for (const Fd* socket : {&plain, &connection})
+    fcntl(socket->get(), F_SETFL, fcntl(socket->get(), F_GETFL) | O_NONBLOCK);
+  auto channel = make_tls_channel(make_tcp_channel(std::move(connection)),
+                                  Protection{.tls = context_, .key = key, .dialled = dialled});
+  channel->path()->watch_host(kSilenceMs);
+  {
+    std::lock_guard lock(mutex_);
+    coming_.push_back({.plain = std::move(plain), .channel = std::move(channel)});
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
+}
+
+bool TlsBridge::pump(Pair& pair) {
+  std::array<std::byte, 64 * 1024> buffer;
+  if (!pair.plain_ended && pair.out.size() < kBufferBytes) {
+    const ssize_t got = recv(pair.plain.get(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (got > 0) pair.out.insert(pair.out.end(), buffer.begin(), buffer.begin() + got);
+    if (got == 0) pair.plain_ended = true;
+    if (got < 0 && errno != EAGAIN && errno != EINTR) return false;
+  }
+  // Without bytes, too: the handshake and what waits inside go on by this.
+  const iovec out{pair.out.data(), pair.out.size()};
+  const IoResult sent = pair.channel->send({&out, pair.out.empty() ? std::size_t{0} : std::size_t{1}});
+  if (sent.status == IoStatus::kOk)
+    pair.out.erase(pair.out.begin(), pair.out.begin() + static_cast<std::ptrdiff_t>(sent.bytes));
+  if (sent.status == IoStatus::kBroken || sent.status == IoStatus::kClosed) return false;
+  if (pair.plain_ended && pair.out.empty() && !std::exchange(pair.told, true)) pair.channel->close_send();
+  while (!pair.channel_ended && pair.in.size() < kBufferBytes) {
+    const iovec in{buffer.data(), buffer.size()};
+    const IoResult got = pair.channel->receive({&in, 1});
+    if (got.status == IoStatus::kBroken) return false;
+    if (got.status == IoStatus::kClosed) pair.channel_ended = true;
+    if (got.status != IoStatus::kOk) break;
+    pair.in.insert(pair.in.end(), buffer.begin(), buffer.begin() + static_cast<std::ptrdiff_t>(got.bytes));
+  }
+  if (!pair.in.empty() && !send_from(pair.in, pair.plain.get())) return false;
+  if (pair.channel_ended && pair.in.empty()) {
+    shutdown(pair.plain.get(), SHUT_WR);
+    return !(pair.told && pair.channel->drained());
+  }
+  return pair.channel->path()->host_silence_ms() <= kSilenceMs;
+}
+
+void TlsBridge::run() {
+  std::list<Pair> pairs;
+  std::vector<pollfd> polled;
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      pairs.splice(pairs.end(), coming_);
+    }
+    uint64_t word = 0;
+    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
+    pairs.remove_if([this](Pair& pair) { return !pump(pair); });
+    polled.assign(1, {wakeup_.get(), POLLIN, 0});
+    for (const Pair& pair : pairs) {
+      const bool reads = !pair.plain_ended && pair.out.size() < kBufferBytes;
+      polled.push_back(
+          {pair.plain.get(), static_cast<short>((reads ? POLLIN : 0) | (pair.in.empty() ? 0 : POLLOUT)), 0});
+      const bool takes = !pair.channel_ended && pair.in.size() < kBufferBytes;
+      if (takes || !pair.out.empty()) polled.push_back({pair.channel->poll_fd(), POLLIN, 0});
+    }
+    poll(polled.data(), polled.size(), kLookMs);
+  }
+}
+
+}  // namespace ringdp
