@@ -183,6 +183,13 @@ class Relay:
     @property
     def pairs(self) -> int: ...
 
+class TlsBridge:
+    """Moves bytes between plain sockets and connections that speak TLS."""
+
+    def __init__(self, config: dict) -> None: ...
+    def join(self, plain: int, connection: int, key: bytes, dialled: bool) -> None:
+        """Takes both descriptors over. `key`: the same at both ends, 32 bytes."""
+
 class BackendWatchdog:
     """Aborts a backend that moves device tensors when the ring beside it fails."""
 
@@ -695,6 +702,9 @@ def gradient_memory() -> tuple[bool, int, int]:
 def group_transports(process_group: ProcessGroup) -> dict[int, str]:
     """The same for a group whose CPU tensors ring moves, by rank in the group; {} for another backend's."""
 
+def handshake_bytes() -> int:
+    """Of each message of a handshake."""
+
 def has_calls_in_flight(process_group: ProcessGroup) -> bool:
     """Whether operations that belong to no unit have not ended."""
 
@@ -776,8 +786,8 @@ def on_change(
 ) -> None:
     """Called after each change, by the thread that makes it, with (view, members, lost, cause, counted, replay)."""
 
-def open_door_message(secret: str, transcript: str, message: str) -> tuple[int, int, int] | None:
-    """Its type, protocol version and number; None: it is none, or of another secret."""
+def open_door_message(secret: bytes, transcript: bytes, message: bytes) -> tuple[int, int, int, int] | None:
+    """Its type, protocol version, number and way of TLS (tls_mode); None: it is none, or of another secret."""
 
 def openssl_version(library: str = "") -> str:
     """Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none."""
@@ -817,6 +827,9 @@ def prepare_world(
     by rank in them, the numbers that members have for good.
     """
 
+def protocol_version() -> int:
+    """Of what ranks and launchers say to each other."""
+
 def recorded_groups() -> list[RecordedGroup]:
     """The groups that those operations belong to."""
 
@@ -833,7 +846,7 @@ def run_unit(process_group: ProcessGroup, what: str, body: Callable[[], object])
     `what` is its name in the log.
     """
 
-def seal_door_message(secret: str, transcript: str, type: int, number: int) -> bytes:
+def seal_door_message(secret: bytes, transcript: bytes, type: int, number: int, tls: int) -> bytes:
     """A message of a handshake (docs/reference/wire_format.md) with a door."""
 
 def set_farewell(reason: str) -> None:
@@ -928,6 +941,9 @@ def sum_rows(
     """(rows, sums): of encoded gradients of rows of a table, list by list in order, the sum for each distinct
     row, by `divisor`; int32 [n] and [n, dim].
     """
+
+def tls_mode(config: dict) -> int:
+    """Of a RingConfig: 0 without TLS, 1 with the job's secret, 2 with certificates."""
 
 def traffic() -> tuple[int, int]:
     """Bytes (sent, received) by this process over ring, all groups; (0, 0) without one."""

@@ -209,6 +209,39 @@ def test_the_store_is_reached_through_the_door_alone(door: Door, tls: bool) -> N
     gate.close()
 
 
+def test_what_goes_through_the_door_can_be_read_only_without_tls(door: Door, tls: bool) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    seen = bytearray()
+
+    def carry(source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def pass_on() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                came, _ = between_them.accept()
+                goes = socket.create_connection(("127.0.0.1", door.port))
+                for one, other in ((came, goes), (goes, came)):
+                    threading.Thread(target=carry, args=(one, other), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as between_them:
+        threading.Thread(target=pass_on, daemon=True).start()
+        gate = Gate(("127.0.0.1", between_them.getsockname()[1]), trust(tls=tls), None)
+        gate.enter(10.0, lambda line: None)
+        there = TCPStore("127.0.0.1", gate.store_port, None, False, wait_for_workers=False)
+        there.set("some key", "some words" * 100)
+        assert there.get("some key") == b"some words" * 100
+        gate.close()
+    assert (b"some words" in seen) is not tls
+    assert (b"some key" in seen) is not tls
+    assert (b'"run_id"' in seen) is not tls
+
+
 def test_ranks_of_two_hosts_talk_through_the_door(door: Door, tls: bool) -> None:
     """And a port at which no rank listens is nobody's."""
     gates = [Gate(("127.0.0.1", door.port), trust(tls=tls), None) for _ in range(2)]

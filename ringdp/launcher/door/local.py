@@ -70,9 +70,21 @@ class Loop:
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run it there. Its exceptions are the end of it alone. From the loop's own thread."""
-        task = self._loop.create_task(_alone(work))
+        task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        usual = isinstance(error, (OSError, TimeoutError, ValueError, proof.NotProvenError, proof.RefusedError))
+        _log.log(
+            logging.DEBUG if usual else logging.ERROR,
+            "a connection through the door ended: %s: %s",
+            type(error).__name__,
+            error,
+        )
 
     def protect(self, connection: socket.socket, key: bytes, *, dialled: bool) -> socket.socket:
         """A socket with the bytes of this connection, which go by TLS from now on, if the launchers have that."""
@@ -86,13 +98,6 @@ class Loop:
     def join(self, one: socket.socket, other: socket.socket) -> None:
         """From now on the relay moves their bytes."""
         self.relay.join(one.detach(), other.detach())
-
-
-async def _alone(work: Coroutine[Any, Any, Any]) -> None:
-    try:
-        await work
-    except (OSError, TimeoutError, proof.NotProvenError) as error:
-        _log.debug("a connection through the door ended: %s: %s", type(error).__name__, error)
 
 
 class Strangers:

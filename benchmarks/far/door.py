@@ -1,0 +1,108 @@
+"""What one open port costs: how fast a relayed pair of hosts is, and how long hosts take to start through a door.
+
+    sudo python -m benchmarks door                             three hosts; two of them reach each other through the door alone
+    sudo python -m benchmarks door --start 8 --delay 25ms      eight hosts behind NAT but one start, 50 ms round trip
+
+Hosts are network namespaces. Of a relayed pair: one sends to the other; the rate is of payload, beside the rate of the
+hosts' lines, and the CPU time is that of the launcher with the door, for each second. Of a start: the seconds from the
+first line of a launcher to the last rank's return from ringdp.init(), and of these the longest ringdp.init() alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.far.long_line import FarHosts, LongLine, parse_rate, parse_time
+from benchmarks.lib.hosts import Hosts, namespace, tool
+from benchmarks.lib.ranks import Failed, Unavailable, signals_unwind
+
+PORT = 29500
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks door", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit", help="of each host's line, up and down (1gbit)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="that a relayed pair moves (1000)")
+    parser.add_argument("--tls", action="store_true", help="ringrun --tls")
+    parser.add_argument("--start", type=int, default=0, metavar="HOSTS", help="measure the start of so many hosts")
+    parser.add_argument("--delay", type=parse_time, default=0.025, help="of a start: from one host to another (25ms)")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    args = parser.parse_args(argv)
+    try:
+        parse_rate(args.rate)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        with signals_unwind():
+            found = start(args) if args.start else relay(args)
+    except (Unavailable, Failed) as error:
+        print(f"door: {error}", file=sys.stderr)
+        return 2 if isinstance(error, Unavailable) else 1
+    if args.json is not None:
+        args.json.write_text(json.dumps(found))
+    return 0
+
+
+def relay(args: argparse.Namespace) -> dict[str, Any]:
+    with Hosts(3, rate=args.rate) as hosts:
+        for host, other in ((1, 2), (2, 1)):
+            tool("ip", "-n", namespace(hosts.name, host), "rule", "add", "from", hosts.address(other), "blackhole")
+        [found] = launch(hosts, args, ["relay", str(args.megabytes)])
+    line = parse_rate(args.rate) / 8
+    share = f", {found['bytes_per_s'] / line:.1%} of the line" if line else ""
+    print(
+        f"{'TLS' if args.tls else 'plain'}: a relayed pair at {args.rate}: {found['bytes_per_s'] / 1e6:.1f} MB/s{share};"
+        f" the launcher with the door used {found['door_cores']:.2f} of a core ({found['transports']})"
+    )
+    return found
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    line = LongLine(args.delay, behind_nat=tuple(range(1, args.start)))
+    with FarHosts(args.start, rate=args.rate, line=line) as hosts:
+        all_found = launch(hosts, args, ["start"])
+    found = {"seconds": max(it["until"] for it in all_found) - all_found[0]["since"]}
+    found["init_s"] = max(it["init_s"] for it in all_found)
+    print(
+        f"{args.start} hosts, {2e3 * args.delay:.0f} ms round trip: {found['seconds']:.2f} s from the first launcher to the"
+        f" last rank that has met the others; ringdp.init() at most {found['init_s']:.2f} s"
+    )
+    return found
+
+
+def launch(hosts: Hosts, args: argparse.Namespace, words: Sequence[str]) -> list[dict[str, Any]]:
+    """Run door_rank on each host; what the ranks have said."""
+    with tempfile.TemporaryDirectory() as folder:
+        secret = Path(folder, "secret")
+        secret.touch(0o600)
+        secret.write_text(secrets.token_hex(32))
+        launchers = []
+        for host in range(hosts.count):
+            (place := Path(folder, str(host))).mkdir()
+            way = ["--door", str(PORT), "--nnodes", str(hosts.count)] if host == 0 else ["--join", f"h0:{PORT}"]
+            common = ["-n", "1", "--secret-file", str(secret), "--console", "all", *(["--tls"] if args.tls else [])]
+            command = [sys.executable, "-m", "ringdp.launch", *way, *common, "-m", "benchmarks.far.door_rank", *words]
+            environ = os.environ | hosts.host_env(host) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            out = open(place / "out", "w")  # noqa: SIM115  # until the launcher has ended
+            launchers.append(
+                subprocess.Popen(hosts.command(host, command), cwd=place, env=environ, stdout=out, stderr=out)
+            )
+        end = time.monotonic() + 300
+        codes = [it.wait(max(1.0, end - time.monotonic())) for it in launchers]
+        said = [Path(folder, str(host), "out").read_text() for host in range(hosts.count)]
+    if any(codes):
+        raise Failed("\n".join(said))
+    return [json.loads(line.partition("] ")[2]) for text in said for line in text.splitlines() if '{"' in line]
