@@ -186,7 +186,7 @@ class Relay:
 class TlsBridge:
     """Moves bytes between plain sockets and connections that speak TLS."""
 
-    def __init__(self, config: dict) -> None: ...
+    def __init__(self, config: dict[str, Any]) -> None: ...
     def join(self, plain: int, connection: int, key: bytes, dialled: bool) -> None:
         """Takes both descriptors over. `key`: the same at both ends, 32 bytes."""
 
@@ -942,7 +942,7 @@ def sum_rows(
     row, by `divisor`; int32 [n] and [n, dim].
     """
 
-def tls_mode(config: dict) -> int:
+def tls_mode(config: dict[str, Any]) -> int:
     """Of a RingConfig: 0 without TLS, 1 with the job's secret, 2 with certificates."""
 
 def traffic() -> tuple[int, int]:

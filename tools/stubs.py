@@ -39,6 +39,8 @@ TYPES: dict[str, dict[str, str]] = {
         "ModuleSnapshot.__init__(module)": "torch.nn.Module",
         "ModuleSnapshot.differs(module)": "torch.nn.Module",
         "PythonReduction.__init__(hook)": HOOK,
+        "TlsBridge.__init__(config)": "dict[str, Any]",
+        "tls_mode(config)": "dict[str, Any]",
         "ReducerReport.bucket_rows": "list[dict[str, Any]]",
         "Reducer.register_comm_hook(hook)": HOOK,
         "Reducer.when_counted(call)": "Callable[[], None]",

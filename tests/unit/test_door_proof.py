@@ -31,7 +31,7 @@ def trust(secret: bytes = SECRET, *, tls: bool = False) -> Trust:
     return Trust(RingConfig(secret=secret, tls=tls))
 
 
-Both = tuple[BaseException | None, BaseException | tuple[proof.Kind, int]]
+Both = tuple[Any, Any]
 
 
 def between(change: Callable[[int, bytes], bytes], secrets: tuple[bytes, bytes] = (SECRET, SECRET)) -> Both:
