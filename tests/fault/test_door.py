@@ -118,12 +118,16 @@ def alone(tmp_path: Path, ranks: int, steps: str) -> set[str]:
     return bits([job])
 
 
-def test_hosts_that_take_no_connections_train_with_the_same_bits(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "TLS"])
+def test_hosts_that_take_no_connections_train_with_the_same_bits(
+    hosts: Callable[..., Hosts], tmp_path: Path, tls: bool
+) -> None:
     """Two of three are behind walls; one pair of them is relayed. torch's store is in nobody's reach."""
     lab = hosts(3, [1, 2])
     program = script(tmp_path, TRAIN)
-    head = lab.start(0, "--door", str(DOOR), "--nnodes", "3", "-n", "1", program, "12", "0.05")
-    others = [lab.start(host, "--join", f"n0:{DOOR}", "-n", "1", program, "12", "0.05") for host in (1, 2)]
+    words = [*(["--tls"] if tls else []), "-n", "1", program, "12", "0.05"]
+    head = lab.start(0, "--door", str(DOOR), "--nnodes", "3", *words)
+    others = [lab.start(host, "--join", f"n0:{DOOR}", *words) for host in (1, 2)]
     begun(head)
     for host in range(3):
         reachable = {port for address, port in lab.listening(host) if not address.startswith("127.")}
@@ -132,8 +136,9 @@ def test_hosts_that_take_no_connections_train_with_the_same_bits(hosts: Callable
     assert [job.wait(60) for job in (head, *others)] == [0, 0, 0], [job.err for job in (head, *others)]
     assert len(bits([head, *others])) == 1
     assert bits([head]) == alone(tmp_path, 3, "12")
-    assert carried(head) == "{1: 'tcp', 2: 'tcp'}"
-    assert carried(others[0]) in ("{0: 'tcp', 2: 'tcp, relayed'}", "{0: 'tcp', 1: 'tcp, relayed'}")
+    assert carried(head).count("relayed") == 0
+    assert carried(others[0]).count("relayed") == 1
+    assert all(carried(job).count("TLS 1.3") == 2 * tls for job in (head, *others))
     assert re.search(r"ringrun: n[12] has come through the door, as node 1, 1 more to come", head.err)
 
 
@@ -208,6 +213,22 @@ def test_the_end_of_the_door_is_named(hosts: Callable[..., Hosts], tmp_path: Pat
         assert job.wait(30) == 1
         assert re.search(r"PeerLostError|cannot reach|the connection with the door", unbroken(job.err)), job.err
     assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """It had a relayed connection with one of the others, and a direct one with the host of the door."""
+    lab = hosts(3, [1, 2])
+    program = script(tmp_path, TRAIN)
+    words = ["-n", "1", program, "300", "0.05"]
+    jobs = [lab.start(0, "--elastic", "--door", str(DOOR), "--nnodes", "3", *words)]
+    jobs += [lab.start(host, "--join", f"n0:{DOOR}", *words) for host in (1, 2)]
+    for job in jobs:
+        begun(job)
+    lab.lab.ip(2, "link set eth0 down")
+    assert [job.wait(90) for job in jobs[:2]] == [0, 0], [job.err for job in jobs]
+    assert len(bits(jobs[:2])) == 1
+    assert all("2 of 3 ranks go on" in unbroken(job.err) for job in jobs[:2]), [job.err for job in jobs]
 
 
 # Command lines, and who is not let in.

@@ -163,6 +163,8 @@ void Relay::run() {
     const int count = epoll_wait(epoll_.get(), events.data(), events.size(), waits ? 0 : kLookMs);
     for (int i = 0; i < count; ++i)
       if (events[i].data.ptr != nullptr) static_cast<Pair*>(events[i].data.ptr)->waits = true;
+    uint64_t word = 0;
+    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
     std::list<Pair> coming;
     {
       std::lock_guard lock(mutex_);
@@ -170,8 +172,6 @@ void Relay::run() {
       coming.swap(coming_);
       counts_.pairs = pairs_.size() + coming.size();
     }
-    uint64_t word = 0;
-    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
     for (Pair& pair : coming) {
       pair.waits = true;
       for (const int socket : {pair.one.get(), pair.other.get()}) {

@@ -97,13 +97,13 @@ void TlsBridge::run() {
   std::list<Pair> pairs;
   std::vector<pollfd> polled;
   for (;;) {
+    uint64_t word = 0;
+    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
     {
       std::lock_guard lock(mutex_);
       if (stopping_) return;
       pairs.splice(pairs.end(), coming_);
     }
-    uint64_t word = 0;
-    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
     pairs.remove_if([this](Pair& pair) { return !pump(pair); });
     polled.assign(1, {wakeup_.get(), POLLIN, 0});
     for (const Pair& pair : pairs) {

@@ -44,9 +44,10 @@ class Loop:
         """All that it has begun ends, and each relayed connection."""
 
         async def cancel() -> None:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            while self._tasks:  # before Python 3.12 wait_for loses a cancellation that comes with its result
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(self._tasks, timeout=0.1)
 
         self.run(cancel())
         self.call(self._loop.stop)
