@@ -155,7 +155,8 @@ class WatchedSteps:
 
 
 class WatchedRounds:
-    """A DiLoCo: a batch is trained when the round of its step counts. Nothing is measured."""
+    """A DiLoCo: a batch is trained when the round of its step counts. Nothing is measured. A step of its optimizers all
+    of whose forwards count nothing changes nothing."""
 
     def __init__(self, rounds: Any, listener: Callable[[], None], forwards: int) -> None:
         self._rounds: weakref.ref[Any] = weakref.ref(rounds)
@@ -164,12 +165,22 @@ class WatchedRounds:
         self._first_view = view_of(rounds.process_group)
         self._taken: deque[int] = deque()  # by batch that is not trained: the steps that had been made before it
         self.steps = self.plan = 0
+        self._since_step = self._empty = 0  # forwards since the last step of the optimizers; those that count nothing
 
         def before(*_: Any) -> None:
             if torch.is_grad_enabled():
                 listener()
 
-        self._handle = rounds.model.register_forward_pre_hook(before)
+        # Weak, as above.
+        me = weakref.ref(self)
+        last = rounds.optimizers[-1]
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (watched := me()) is not None:
+                watched._before_step(optimizer, last=optimizer is last)
+
+        self._handles = [rounds.model.register_forward_pre_hook(before)]
+        self._handles += [one.register_step_pre_hook(before_step) for one in rounds.optimizers]
 
     def members(self) -> tuple[int, ...] | None:
         rounds = self._rounds()
@@ -178,7 +189,16 @@ class WatchedRounds:
         return places(rounds.process_group, view)
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *, last: bool) -> None:
+        if self._since_step > 0 and self._empty == self._since_step:
+            for group in optimizer.param_groups:  # which optimizers leave out, without gradient
+                for parameter in group["params"]:
+                    parameter.grad = None
+        if last:
+            self._since_step = self._empty = 0
 
     @property
     def begins_batch(self) -> bool:
@@ -190,11 +210,14 @@ class WatchedRounds:
 
     def forward_begins(self) -> None:
         self._forward += 1
+        self._since_step += 1
         if self.begins_batch:
             rounds = self._rounds()
             self._taken.append(0 if rounds is None else rounds.step)
 
-    def count_nothing(self) -> None: ...
+    def count_nothing(self) -> None:
+        self._empty += 1
+
     def repeat_batch(self) -> None: ...
     def batch_ends(self) -> None: ...
     def step_ended(self, repeats: bool) -> bool:

@@ -176,6 +176,11 @@ class DiLoCo:
         return self._model
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The inner ones, as given."""
+        return tuple(self._inner)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """Of the ranks that are averaged over."""
         return self._members

@@ -934,3 +934,38 @@ def test_it_needs_init() -> None:
     module = reference.model()
     with pytest.raises(InvalidStateError):
         DiLoCo(module, sgd(list(module.parameters())))
+
+
+class Counts(nn.Module):
+    """Each sample's number of times in the gradients that were taken, as a parameter."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.times = nn.Parameter(torch.zeros(samples))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return -self.times[batch].sum()
+
+
+def an_epoch_of_rounds(samples: int, batch: int, accumulate: int) -> tuple[list[float], int]:
+    model = Counts(samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.0)
+    rounds = LocalSGD(model, optimizer, every=1)
+    job = ringdp.elastic.Job(rounds, optimizer)
+    steps = 0
+    for _ in job.epochs(1):
+        for number, x in enumerate(job.loader(torch.arange(samples), batch, shuffle=False)):
+            model(x).backward()
+            if (number + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+    return (model.times.detach() * dist.get_world_size()).tolist(), steps
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(10, 4), (9, 4), (7, 3), (3, 2)])
+def test_a_rank_without_a_sample_of_a_batch_changes_nothing(samples: int, batch: int) -> None:
+    """The loader gives it the dataset's first one, which would be in the mean once more."""
+    for times, steps in run_ranks(an_epoch_of_rounds, samples, batch, 1, world_size=3, backend="ring"):
+        assert times == [1.0] * samples
+        assert steps == -(-samples // batch)
