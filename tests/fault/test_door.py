@@ -125,7 +125,7 @@ def test_hosts_that_take_no_connections_train_with_the_same_bits(
     """Two of three are behind walls; one pair of them is relayed. torch's store is in nobody's reach."""
     lab = hosts(3, [1, 2])
     program = script(tmp_path, TRAIN)
-    words = [*(["--tls"] if tls else []), "-n", "1", program, "12", "0.05"]
+    words: list[str | Path] = [*(["--tls"] if tls else []), "-n", "1", program, "12", "0.05"]
     head = lab.start(0, "--door", str(DOOR), "--nnodes", "3", *words)
     others = [lab.start(host, "--join", f"n0:{DOOR}", *words) for host in (1, 2)]
     begun(head)
@@ -220,7 +220,7 @@ def test_an_elastic_job_goes_on_without_a_host_that_is_cut_off(hosts: Callable[.
     """It had a relayed connection with one of the others, and a direct one with the host of the door."""
     lab = hosts(3, [1, 2])
     program = script(tmp_path, TRAIN)
-    words = ["-n", "1", program, "300", "0.05"]
+    words: list[str | Path] = ["-n", "1", program, "300", "0.05"]
     jobs = [lab.start(0, "--elastic", "--door", str(DOOR), "--nnodes", "3", *words)]
     jobs += [lab.start(host, "--join", f"n0:{DOOR}", *words) for host in (1, 2)]
     for job in jobs:
