@@ -147,7 +147,9 @@ def enter(door: Door, *, tls: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 128, os.urandom(4096), b"RINGDP\r\n" + b"\1" * 120], ids=range(5)
+    "sent",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 128, os.urandom(4096), b"RINGDP\r\n" + b"\1" * 120, b"RINGDP"],
+    ids=range(5),
 )
 def test_a_stranger_gets_no_byte_and_is_closed(door: Door, sent: bytes) -> None:
     began_s = time.monotonic()

@@ -92,7 +92,7 @@ class Door:
 
     async def _open(self) -> None:
         self._local.open(self._about.here, 0.0)
-        self._loop.begin(local.serve(self._loop, self._public, self._greet))
+        self._loop.begin(local.serve(self._loop, self._public, self._greet, proof.MAGIC))
 
     async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
         kind, value, key = await proof.hear(connection, self._trust, authentic)

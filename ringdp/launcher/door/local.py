@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import socket
@@ -133,9 +134,15 @@ Greet = Callable[[socket.socket, Callable[[], None]], Awaitable[Callable[[], Any
 """Proves a connection, calls the function when its first message is authentic, and returns what happens then."""
 
 
-async def serve(loop: Loop, listener: socket.socket, greet: Greet) -> None:
-    """Accept connections, each of which has two seconds to prove what it is."""
+async def serve(loop: Loop, listener: socket.socket, greet: Greet, magic: bytes = b"") -> None:
+    """Accept connections, each of which has two seconds to prove what it is.
+
+    Args:
+        magic: with which a first message begins: the kernel keeps those that say nothing, others are closed at once.
+    """
     listener.setblocking(False)
+    if magic:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, math.ceil(_PROVE_S))
     strangers = Strangers()
 
     async def meet(connection: socket.socket) -> None:
@@ -158,10 +165,24 @@ async def serve(loop: Loop, listener: socket.socket, greet: Greet) -> None:
             await asyncio.sleep(0.1)
             continue
         connection.setblocking(False)
+        if magic and not _may_begin(connection, magic):
+            connection.close()
+            continue
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         strangers.add(connection)
         loop.begin(meet(connection))
         await asyncio.sleep(0)  # it may have said hello by now, before others take its place
+
+
+def _may_begin(connection: socket.socket, magic: bytes) -> bool:
+    """Whether what has come is the beginning of that, as far as anything has."""
+    try:
+        came = connection.recv(len(magic), socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return bool(came) and magic.startswith(came)
 
 
 async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> socket.socket:
@@ -215,7 +236,7 @@ class Local:
         port = self._listener.getsockname()[1]
         (self.folder / "door.new").write_text(f"{port} {node} {round_trip_s * 1e6:.0f}\n")
         os.replace(self.folder / "door.new", self.folder / "door")
-        self._loop.begin(serve(self._loop, self._listener, self._greet))
+        self._loop.begin(serve(self._loop, self._listener, self._greet, proof.WISH_MAGIC))
 
     def close(self) -> None:
         self._listener.close()

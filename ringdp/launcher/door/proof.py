@@ -20,6 +20,8 @@ ANSWER_S = 10.0
 WISH = struct.Struct("<8sII16s")
 """What a rank says to its launcher first: to which host (node) and port to connect it; then its HMAC."""
 WISH_MAGIC = b"RINGDPVI"
+MAGIC = b"RINGDP\r\n"
+"""Of a handshake."""
 WISH_BYTES = WISH.size + 32
 
 
