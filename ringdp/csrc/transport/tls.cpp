@@ -50,8 +50,7 @@ constexpr std::string_view kIdentity = "ringdp";
 constexpr std::string_view kExporter = "EXPORTER-ringdp";
 constexpr std::size_t kHeadBytes = 12;
 constexpr std::size_t kRecordBytes = 16 * 1024;  // RFC 8446, section 5.1
-constexpr std::size_t kPayloadBytes = kRecordBytes - kHeadBytes;
-constexpr std::size_t kBatchBytes = 128 * 1024;  // encrypted for one system call, and read by one
+constexpr std::size_t kBatchBytes = 128 * 1024;  // of a message, and of what one system call reads
 constexpr uint64_t kTellBytes = 128 * 1024;      // received, after which an own record tells the peer
 constexpr int kOwnData = 0;                      // SSL_get_app_data
 
@@ -111,7 +110,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   void note(int result);
   void fail(const std::string& what, int error_number = EBADMSG);
   Digest proof(bool of_dialler);
-  void write_record(PieceCursor& from);
+  void write_message(PieceCursor& from);
   bool read_head();
   void tell();
   void flush();
@@ -131,13 +130,11 @@ class TlsChannel final : public Channel, private NetworkPath {
   std::string why_;      // the same
   bool ended_ = false;   // the peer has said that nothing follows
 
-  std::vector<std::byte> in_;  // ciphertext
-  std::size_t in_begin_ = 0, in_end_ = 0;
   IoResult below_;        // of the last `receive` there without bytes
   bool starved_ = false;  // OpenSSL has used all bytes that have come
   Digest theirs_{};       // the peer's proof
   std::size_t theirs_filled_ = 0;
-  std::array<std::byte, kHeadBytes> head_{};  // of the record that is read
+  std::array<std::byte, kHeadBytes> head_{};  // of the message that is read
   std::size_t head_filled_ = 0;
   std::size_t payload_left_ = 0;
   uint64_t received_ = 0;  // bytes of payload
@@ -219,6 +216,8 @@ TlsContext::TlsContext(const TlsSettings& settings) : mode_(settings.mode) {
   need(ssl.SSL_CTX_set_ciphersuites(context_, kCipher) == 1, std::string("no ") + kCipher);
   ssl.SSL_CTX_set_options(context_, openssl::kNoTickets);
   ssl.SSL_CTX_set_num_tickets(context_, 0);
+  ssl.SSL_CTX_ctrl(context_, openssl::kSetReadAhead, 1, nullptr);
+  ssl.SSL_CTX_set_default_read_buffer_len(context_, kBatchBytes);
   // Without a secret or a certificate no handshake succeeds.
   ssl.SSL_CTX_set_verify(context_, openssl::kVerifyPeer | openssl::kVerifyNeedsCertificate, nullptr);
   if (mode_ == TlsMode::kCertificates) {
@@ -323,23 +322,14 @@ int TlsChannel::take_ciphertext(const char* bytes, std::size_t count, std::size_
 int TlsChannel::give_ciphertext(openssl::Bio* bio, char* bytes, std::size_t count, std::size_t* read) {
   const openssl::Functions& ssl = openssl::functions();
   ssl.BIO_clear_flags(bio, openssl::kBioRetryFlags);
-  if (in_begin_ == in_end_) {
-    in_.resize(kBatchBytes);
-    const iovec all{in_.data(), in_.size()};
-    const IoResult result = inner_->receive(std::span(&all, 1));
-    in_begin_ = 0;
-    in_end_ = result.status == IoStatus::kOk ? result.bytes : 0;
-    starved_ = in_end_ == 0;
-    if (starved_) {
-      below_ = result;
-      ssl.BIO_set_flags(bio, openssl::kBioRetryRead);
-      return 0;
-    }
-  }
-  *read = std::min(count, in_end_ - in_begin_);
-  std::memcpy(bytes, in_.data() + in_begin_, *read);
-  in_begin_ += *read;
-  return 1;
+  const iovec all{bytes, count};
+  const IoResult result = inner_->receive(std::span(&all, 1));
+  *read = result.bytes;
+  starved_ = result.status != IoStatus::kOk;
+  if (!starved_) return 1;
+  below_ = result;
+  ssl.BIO_set_flags(bio, openssl::kBioRetryRead);
+  return 0;
 }
 
 openssl::Session* TlsChannel::session() const {
@@ -450,29 +440,38 @@ bool TlsChannel::proceed() {
   return stage_ == Stage::kOpen;
 }
 
-void TlsChannel::write_record(PieceCursor& from) {
-  const std::size_t length = std::min(from.left(), kPayloadBytes);
-  record_.resize(kHeadBytes + length);
+// The first record has the head too, and small pieces; full ones are taken where they lie.
+void TlsChannel::write_message(PieceCursor& from) {
+  std::size_t left = std::min(from.left(), batch_bytes_);
+  record_.resize(kHeadBytes);
   put(record_.data(), received_);
-  put(record_.data() + 8, static_cast<uint32_t>(length));
-  parts_.clear();
-  from.list(length, parts_);
-  std::byte* to = record_.data() + kHeadBytes;
-  for (const iovec& it : parts_) {
-    std::memcpy(to, it.iov_base, it.iov_len);
-    to += it.iov_len;
-  }
-  write(record_);
-  from.skip(length);
-  sent_ += length;
+  put(record_.data() + 8, static_cast<uint32_t>(left));
+  sent_ += left;
   told_ = received_;
+  do {
+    const std::size_t count = std::min(left, kRecordBytes - record_.size());
+    parts_.clear();
+    from.list(count, parts_);
+    if (record_.empty() && parts_.size() == 1) {
+      write({static_cast<const std::byte*>(parts_.front().iov_base), count});
+    } else {
+      for (const iovec& it : parts_) {
+        const auto* bytes = static_cast<const std::byte*>(it.iov_base);
+        record_.insert(record_.end(), bytes, bytes + it.iov_len);
+      }
+      write(record_);
+      record_.clear();
+    }
+    from.skip(count);
+    left -= count;
+  } while (left > 0);
 }
 
 // The peer may wait for nothing, but keeps what may have to be sent again.
 void TlsChannel::tell() {
   if (stage_ != Stage::kOpen || closing_ || !out_.empty() || received_ - told_ < kTellBytes) return;
   PieceCursor nothing({});
-  write_record(nothing);
+  write_message(nothing);
   flush();
 }
 
@@ -484,7 +483,7 @@ bool TlsChannel::read_head() {
   head_filled_ = 0;
   const auto arrived = ringdp::take<uint64_t>(head_.data());
   payload_left_ = ringdp::take<uint32_t>(head_.data() + 8);
-  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kPayloadBytes) fail("TLS: a record that no rank sends");
+  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kBatchBytes) fail("TLS: a record that no rank sends");
   arrived_ = std::max(arrived_, std::min(arrived, sent_));
   return stage_ == Stage::kOpen;
 }
@@ -518,8 +517,7 @@ void TlsChannel::want_room(bool wanted) {
 
 // Bytes that have been read from the channel below do not make it readable.
 void TlsChannel::note_more() {
-  const bool more = stage_ != Stage::kEnded && !ended_ && !starved_ &&
-                    (in_begin_ < in_end_ || openssl::functions().SSL_has_pending(ssl_) == 1);
+  const bool more = stage_ != Stage::kEnded && !ended_ && !starved_ && openssl::functions().SSL_has_pending(ssl_) == 1;
   if (more == says_more_) return;
   says_more_ = more;
   uint64_t value = 1;
@@ -538,7 +536,7 @@ IoResult TlsChannel::send(std::span<const iovec> pieces) {
   if (last_sent_ != IoStatus::kOk) return {last_sent_, 0, 0};
   if (stage_ != Stage::kOpen || closing_) return {IoStatus::kWouldBlock, 0, 0};
   PieceCursor from(pieces);
-  while (from.left() > 0 && out_.size() < batch_bytes_ && stage_ == Stage::kOpen) write_record(from);
+  if (from.left() > 0) write_message(from);
   flush();
   return {IoStatus::kOk, from.done(), 0};
 }

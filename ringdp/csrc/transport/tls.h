@@ -4,8 +4,8 @@
 // by whatever makes connections, and by their channels.
 //
 // A TlsChannel is a Channel over a Channel: it encrypts what goes through, and ends broken when a byte is not as the
-// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. Each record
-// carries up to 16 KiB, with a header that says how much this side has received (docs/reference/wire_format.md), so
+// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. Each message
+// carries up to 128 KiB, with a header that says how much this side has received (docs/reference/wire_format.md), so
 // that after a damaged record both know what must be sent again: the kernel's acknowledgements do not tell. Used as any
 // channel.
 #pragma once
