@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -61,6 +62,10 @@ Digest derived(const Digest& key, std::string_view label, std::span<const std::b
   text.insert(text.end(), also.begin(), also.end());
   return hmac_sha256(key, text);
 }
+
+struct FreeSsl {
+  void operator()(openssl::Ssl* it) const { openssl::functions().SSL_free(it); }
+};
 
 // A Channel of ciphertext below, of plaintext above. Invariant: `out_` is empty or waits for room of the channel below.
 class TlsChannel final : public Channel, private NetworkPath {
@@ -122,7 +127,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   const Digest secret_;  // of TLS
   const uint64_t records_per_key_;
   const unsigned generation_ = fork_generation();
-  openssl::Ssl* const ssl_;
+  const std::unique_ptr<openssl::Ssl, FreeSsl> ssl_;
   Fd poll_;  // readable: `inner_` has bytes or, if wanted, room; or there are bytes here
   Fd more_;  // eventfd(2)
   Stage stage_ = Stage::kHandshake;
@@ -289,13 +294,14 @@ TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protect
   need(bio != nullptr, "no connection");
   ssl.BIO_set_data(bio, this);
   ssl.BIO_set_init(bio, 1);
-  ssl.SSL_set_bio(ssl_, bio, bio);
-  ssl.SSL_set_ex_data(ssl_, kOwnData, this);
+  ssl.SSL_set_bio(ssl_.get(), bio, bio);
+  ssl.SSL_set_ex_data(ssl_.get(), kOwnData, this);
   if (protection_.dialled) {
-    ssl.SSL_set_connect_state(ssl_);
+    ssl.SSL_set_connect_state(ssl_.get());
   } else {
-    ssl.SSL_set_accept_state(ssl_);
-    ssl.SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>(kIdentity.data()), kIdentity.size());
+    ssl.SSL_set_accept_state(ssl_.get());
+    ssl.SSL_set_session_id_context(ssl_.get(), reinterpret_cast<const unsigned char*>(kIdentity.data()),
+                                   kIdentity.size());
   }
   for (const int fd : {inner_->poll_fd(), more_.get()}) {
     epoll_event event{};
@@ -309,7 +315,6 @@ TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protect
 // A forked child has closed the descriptors, and their numbers may be another file's.
 TlsChannel::~TlsChannel() {
   if (fork_generation() == generation_ && stage_ == Stage::kOpen && out_.empty()) close_send();
-  openssl::functions().SSL_free(ssl_);
 }
 
 int TlsChannel::take_ciphertext(const char* bytes, std::size_t count, std::size_t* written) {
@@ -338,7 +343,7 @@ openssl::Session* TlsChannel::session() const {
   const bool fits = made != nullptr &&
                     ssl.SSL_SESSION_set1_master_key(made, reinterpret_cast<const unsigned char*>(secret_.data()),
                                                     secret_.size()) == 1 &&
-                    ssl.SSL_SESSION_set_cipher(made, ssl.SSL_CIPHER_find(ssl_, kCipherNumber.data())) == 1 &&
+                    ssl.SSL_SESSION_set_cipher(made, ssl.SSL_CIPHER_find(ssl_.get(), kCipherNumber.data())) == 1 &&
                     ssl.SSL_SESSION_set_protocol_version(made, openssl::kTls13) == 1;
   if (fits) return made;
   ssl.SSL_SESSION_free(made);
@@ -355,7 +360,7 @@ void TlsChannel::fail(const std::string& what, int error_number) {
 // Of a call that has not succeeded: its channel has no bytes, or has ended; or it is over.
 void TlsChannel::note(int result) {
   const openssl::Functions& ssl = openssl::functions();
-  const int kind = ssl.SSL_get_error(ssl_, result);
+  const int kind = ssl.SSL_get_error(ssl_.get(), result);
   if (kind == openssl::kErrorWantRead) {
     if (below_.status == IoStatus::kBroken) return fail("", below_.error_number);
     if (below_.status == IoStatus::kClosed) return fail("", 0);  // as a process ends that was killed
@@ -366,7 +371,7 @@ void TlsChannel::note(int result) {
     return;
   }
   const bool begun = stage_ == Stage::kOpen;
-  const long verified = ssl.SSL_get_verify_result(ssl_);
+  const long verified = ssl.SSL_get_verify_result(ssl_.get());
   const std::string problem = problem_text();
   const bool told = problem.find("alert") != std::string::npos;
   if (begun)
@@ -384,7 +389,7 @@ void TlsChannel::note(int result) {
 std::optional<std::size_t> TlsChannel::read(std::span<std::byte> to) {
   std::size_t got = 0;
   openssl::functions().ERR_clear_error();
-  const int result = openssl::functions().SSL_read_ex(ssl_, to.data(), to.size(), &got);
+  const int result = openssl::functions().SSL_read_ex(ssl_.get(), to.data(), to.size(), &got);
   if (result == 1) return got;
   note(result);
   return std::nullopt;
@@ -393,9 +398,9 @@ std::optional<std::size_t> TlsChannel::read(std::span<std::byte> to) {
 void TlsChannel::write(std::span<const std::byte> bytes) {
   const openssl::Functions& ssl = openssl::functions();
   ssl.ERR_clear_error();
-  if (++records_ % records_per_key_ == 0) ssl.SSL_key_update(ssl_, openssl::kUpdateOwnKey);
+  if (++records_ % records_per_key_ == 0) ssl.SSL_key_update(ssl_.get(), openssl::kUpdateOwnKey);
   std::size_t written = 0;
-  const int result = ssl.SSL_write_ex(ssl_, bytes.data(), bytes.size(), &written);
+  const int result = ssl.SSL_write_ex(ssl_.get(), bytes.data(), bytes.size(), &written);
   if (result != 1) note(result);
 }
 
@@ -404,8 +409,8 @@ void TlsChannel::write(std::span<const std::byte> bytes) {
 Digest TlsChannel::proof(bool of_dialler) {
   std::array<std::byte, kSha256Bytes> exported{};
   const int done = openssl::functions().SSL_export_keying_material(
-      ssl_, reinterpret_cast<unsigned char*>(exported.data()), exported.size(), kExporter.data(), kExporter.size(),
-      nullptr, 0, 0);
+      ssl_.get(), reinterpret_cast<unsigned char*>(exported.data()), exported.size(), kExporter.data(),
+      kExporter.size(), nullptr, 0, 0);
   if (done != 1) fail("TLS: no keys can be exported: " + problem_text());
   return derived(protection_.key, of_dialler ? "ringdp tls, dialled" : "ringdp tls, accepted", exported);
 }
@@ -414,13 +419,13 @@ bool TlsChannel::proceed() {
   const openssl::Functions& ssl = openssl::functions();
   if (stage_ == Stage::kHandshake) {
     ssl.ERR_clear_error();
-    const int result = ssl.SSL_do_handshake(ssl_);
+    const int result = ssl.SSL_do_handshake(ssl_.get());
     if (result != 1) {
       note(result);
       return false;
     }
     const bool secret = protection_.tls->mode() == TlsMode::kSecret;
-    if (secret && ssl.SSL_session_reused(ssl_) != 1) {
+    if (secret && ssl.SSL_session_reused(ssl_.get()) != 1) {
       fail("TLS: the other end has not used the secret");
       return false;
     }
@@ -489,7 +494,8 @@ bool TlsChannel::read_head() {
 }
 
 void TlsChannel::flush() {
-  if (closing_ && stage_ == Stage::kOpen && !std::exchange(said_end_, true)) openssl::functions().SSL_shutdown(ssl_);
+  if (closing_ && stage_ == Stage::kOpen && !std::exchange(said_end_, true))
+    openssl::functions().SSL_shutdown(ssl_.get());
   last_sent_ = IoStatus::kOk;
   while (out_sent_ < out_.size()) {
     const iovec rest{out_.data() + out_sent_, out_.size() - out_sent_};
@@ -502,8 +508,9 @@ void TlsChannel::flush() {
   if (out_sent_ == out_.size()) {
     out_.clear();
     out_sent_ = 0;
-    if ((said_end_ || (closing_ && stage_ == Stage::kEnded)) && !std::exchange(closed_, true)) inner_->close_send();
   }
+  const bool nothing_follows = out_.empty() ? said_end_ || stage_ == Stage::kEnded : send_error_ != 0;
+  if (closing_ && nothing_follows && !std::exchange(closed_, true)) inner_->close_send();
   want_room(last_sent_ == IoStatus::kWouldBlock);
 }
 
@@ -517,7 +524,8 @@ void TlsChannel::want_room(bool wanted) {
 
 // Bytes that have been read from the channel below do not make it readable.
 void TlsChannel::note_more() {
-  const bool more = stage_ != Stage::kEnded && !ended_ && !starved_ && openssl::functions().SSL_has_pending(ssl_) == 1;
+  const bool more =
+      stage_ != Stage::kEnded && !ended_ && !starved_ && openssl::functions().SSL_has_pending(ssl_.get()) == 1;
   if (more == says_more_) return;
   says_more_ = more;
   uint64_t value = 1;

@@ -55,7 +55,7 @@ struct Protection {
 // The first connection of a pair, after its handshake. Owns the descriptor.
 struct PeerSocket {
   PeerSocket() = default;
-  PeerSocket(Fd fd_, Protection protection_ = {}) : fd(std::move(fd_)), protection(std::move(protection_)) {}
+  PeerSocket(Fd socket, Protection how = {}) : fd(std::move(socket)), protection(std::move(how)) {}
 
   int get() const noexcept { return fd.get(); }
   explicit operator bool() const noexcept { return static_cast<bool>(fd); }
