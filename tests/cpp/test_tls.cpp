@@ -15,7 +15,8 @@
 #include <string_view>
 #include <vector>
 
-#include "base/bytes.h"
+#include "job.h"
+#include "sockets.h"
 #include "testing.h"
 #include "transport/tcp.h"
 #include "transport/tls.h"
@@ -278,6 +279,32 @@ CASE("bytes from anywhere, at either end and in any state, end the connection at
                     place);
     });
   }
+}
+
+CASE("ranks make broken connections again, and go on with the same bits") {
+  MemoryStore store;
+  constexpr int kRanks = 3, kSteps = 40;
+  run_ranks(kRanks, [&](int rank) {
+    RendezvousOptions options = rendezvous_options(rank, kRanks);
+    options.secret.assign(32, std::byte{7});
+    options.links.transport = &tcp_transport();
+    options.links.tls = context();
+    auto runtime = std::make_shared<Runtime>(store, options, EngineOptions{});
+    Rank self{rank, kRanks, runtime,
+              std::make_unique<GroupHandle>(runtime, "everybody", everybody(kRanks), 20'000, kNeverSmall)};
+    std::vector<float> first;
+    for (int step = 0; step < kSteps; ++step) {
+      std::vector<float> data = input_of(100'000, rank);
+      const auto work = self.group->all_reduce(bytes_of(data), DType::kFloat32, ReduceOp::kSum, {});
+      if (rank == 0 && step % 10 == 5)
+        for (const int fd : connected_sockets()) shutdown(fd, SHUT_RDWR);
+      self.wait(work);
+      if (step == 0) first = data;
+      CHECK(same_bits(data, first));
+    }
+    if (rank == 0) CHECK(runtime->engine().healing().healed() > 0);
+    runtime->shut_down();
+  });
 }
 
 }  // namespace ringdp::testing

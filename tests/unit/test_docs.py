@@ -343,6 +343,7 @@ def test_a_setting_has_the_default_and_the_values_of_its_page(
         assert unset in (None, "", 0, tuning.Tuning())
     monkeypatch.setattr(variables, "metrics_dir", lambda environ=None: str(clean))  # tensorboard needs one
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(RingConfig, "_check_tls", lambda self: None)  # TLS needs a secret
     given = re.findall(r"`([^`]+)`", values)
     assert [text for text in given if reading(variable, reader, text) is None] == []
     assert len({str(reading(variable, reader, text)) for text in given}) == len(given)

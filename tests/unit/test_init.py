@@ -265,11 +265,19 @@ def meet_as_threads(hellos: list[process_group._Hello]) -> list[process_group._H
     return hellos
 
 
-@pytest.mark.parametrize(("transport", "checksum"), [("tcp", False), ("tcp", True), ("shm", False)])
-def test_who_leaves_after_meeting_says_goodbye_to_who_goes_on(transport: str, checksum: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "tcp"},
+        {"transport": "tcp", "checksum": True},
+        {"transport": "tcp", "tls": True, "secret": b"s" * 32},
+        {"transport": "shm"},
+    ],
+)
+def test_who_leaves_after_meeting_says_goodbye_to_who_goes_on(options: dict[str, Any]) -> None:
     store, both = HashStore(), threading.Barrier(2)
     settings: dict[str, Any] = {
-        "config": RingConfig(transport=transport, checksum=checksum).as_dict(),
+        "config": RingConfig(**options).as_dict(),
         "timeout": timedelta(seconds=20),
     }
 

@@ -458,6 +458,12 @@ Mesh meet(Store& store, const RendezvousOptions& options) {
   }
 }
 
+namespace {
+
+constexpr int64_t kGoodbyeMs = 1000;
+
+}  // namespace
+
 PendingMesh::PendingMesh(Store& store, const RendezvousOptions& options)
     : rank_(options.rank), mesh_(meet(store, options)) {
   for (const MeshPeer& peer : mesh_.peers) hellos_.push_back(peer.hello);
@@ -477,13 +483,18 @@ void PendingMesh::close(const std::string& reason) {
   std::array<std::byte, kFrameHeaderBytes + kFrameCheckBytes> head{};
   const std::string padding(DirectReader::padding_of(payload.size()), '\0');
   mesh_.late.reset();
+  const Deadline limit = Deadline::after_ms(kGoodbyeMs);
   for (MeshPeer& peer : mesh_.peers) {
     if (!peer.channel) continue;
     const FrameCheck check(peer.checksums);
     check.write_head(header, std::as_bytes(std::span(payload)), head.data());
     const std::string bytes = peer.channel->direct() != nullptr ? payload + padding : payload;
     std::array<iovec, 2> pieces{{{head.data(), check.head_bytes()}, {const_cast<char*>(bytes.data()), bytes.size()}}};
-    peer.channel->send(pieces);  // the first bytes on it: there is room, unless the peer has ended
+    // The first bytes on it: there is room, unless the peer has ended, or TLS waits for it to answer.
+    while (peer.channel->send(pieces).status == IoStatus::kWouldBlock && !limit.expired()) {
+      pollfd polled{peer.channel->poll_fd(), POLLIN, 0};
+      poll(&polled, 1, limit.remaining_ms(RendezvousWait::kPollMs));
+    }
     peer.channel.reset();
   }
 }

@@ -36,6 +36,7 @@ using Verify = int (*)(int, StoreState*);
   X(SSL_CTX_new, Context*, (const Method*))                                                                            \
   X(SSL_CTX_free, void, (Context*))                                                                                    \
   X(SSL_CTX_ctrl, long, (Context*, int command, long number, void* pointer))                                           \
+  X(SSL_CTX_set_default_read_buffer_len, void, (Context*, std::size_t bytes))                                          \
   X(SSL_CTX_set_options, uint64_t, (Context*, uint64_t options))                                                       \
   X(SSL_CTX_set_ciphersuites, int, (Context*, const char* names))                                                      \
   X(SSL_CTX_set_num_tickets, int, (Context*, std::size_t number))                                                      \
@@ -91,6 +92,7 @@ using Verify = int (*)(int, StoreState*);
 // The numbers of its headers.
 inline constexpr int kVersionText = 0;             // OPENSSL_VERSION
 inline constexpr int kSetLeastVersion = 123;       // SSL_CTRL_SET_MIN_PROTO_VERSION
+inline constexpr int kSetReadAhead = 41;           // SSL_CTRL_SET_READ_AHEAD
 inline constexpr int kTls13 = 0x0304;              // TLS1_3_VERSION
 inline constexpr int kPem = 1;                     // SSL_FILETYPE_PEM
 inline constexpr int kVerifyPeer = 1;              // SSL_VERIFY_PEER

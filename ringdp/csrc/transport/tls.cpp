@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -50,8 +51,7 @@ constexpr std::string_view kIdentity = "ringdp";
 constexpr std::string_view kExporter = "EXPORTER-ringdp";
 constexpr std::size_t kHeadBytes = 12;
 constexpr std::size_t kRecordBytes = 16 * 1024;  // RFC 8446, section 5.1
-constexpr std::size_t kPayloadBytes = kRecordBytes - kHeadBytes;
-constexpr std::size_t kBatchBytes = 128 * 1024;  // encrypted for one system call, and read by one
+constexpr std::size_t kBatchBytes = 128 * 1024;  // of a message, and of what one system call reads
 constexpr uint64_t kTellBytes = 128 * 1024;      // received, after which an own record tells the peer
 constexpr int kOwnData = 0;                      // SSL_get_app_data
 
@@ -62,6 +62,10 @@ Digest derived(const Digest& key, std::string_view label, std::span<const std::b
   text.insert(text.end(), also.begin(), also.end());
   return hmac_sha256(key, text);
 }
+
+struct FreeSsl {
+  void operator()(openssl::Ssl* it) const { openssl::functions().SSL_free(it); }
+};
 
 // A Channel of ciphertext below, of plaintext above. Invariant: `out_` is empty or waits for room of the channel below.
 class TlsChannel final : public Channel, private NetworkPath {
@@ -111,7 +115,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   void note(int result);
   void fail(const std::string& what, int error_number = EBADMSG);
   Digest proof(bool of_dialler);
-  void write_record(PieceCursor& from);
+  void write_message(PieceCursor& from);
   bool read_head();
   void tell();
   void flush();
@@ -123,7 +127,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   const Digest secret_;  // of TLS
   const uint64_t records_per_key_;
   const unsigned generation_ = fork_generation();
-  openssl::Ssl* const ssl_;
+  const std::unique_ptr<openssl::Ssl, FreeSsl> ssl_;
   Fd poll_;  // readable: `inner_` has bytes or, if wanted, room; or there are bytes here
   Fd more_;  // eventfd(2)
   Stage stage_ = Stage::kHandshake;
@@ -131,13 +135,11 @@ class TlsChannel final : public Channel, private NetworkPath {
   std::string why_;      // the same
   bool ended_ = false;   // the peer has said that nothing follows
 
-  std::vector<std::byte> in_;  // ciphertext
-  std::size_t in_begin_ = 0, in_end_ = 0;
   IoResult below_;        // of the last `receive` there without bytes
   bool starved_ = false;  // OpenSSL has used all bytes that have come
   Digest theirs_{};       // the peer's proof
   std::size_t theirs_filled_ = 0;
-  std::array<std::byte, kHeadBytes> head_{};  // of the record that is read
+  std::array<std::byte, kHeadBytes> head_{};  // of the message that is read
   std::size_t head_filled_ = 0;
   std::size_t payload_left_ = 0;
   uint64_t received_ = 0;  // bytes of payload
@@ -219,6 +221,8 @@ TlsContext::TlsContext(const TlsSettings& settings) : mode_(settings.mode) {
   need(ssl.SSL_CTX_set_ciphersuites(context_, kCipher) == 1, std::string("no ") + kCipher);
   ssl.SSL_CTX_set_options(context_, openssl::kNoTickets);
   ssl.SSL_CTX_set_num_tickets(context_, 0);
+  ssl.SSL_CTX_ctrl(context_, openssl::kSetReadAhead, 1, nullptr);
+  ssl.SSL_CTX_set_default_read_buffer_len(context_, kBatchBytes);
   // Without a secret or a certificate no handshake succeeds.
   ssl.SSL_CTX_set_verify(context_, openssl::kVerifyPeer | openssl::kVerifyNeedsCertificate, nullptr);
   if (mode_ == TlsMode::kCertificates) {
@@ -290,13 +294,14 @@ TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protect
   need(bio != nullptr, "no connection");
   ssl.BIO_set_data(bio, this);
   ssl.BIO_set_init(bio, 1);
-  ssl.SSL_set_bio(ssl_, bio, bio);
-  ssl.SSL_set_ex_data(ssl_, kOwnData, this);
+  ssl.SSL_set_bio(ssl_.get(), bio, bio);
+  ssl.SSL_set_ex_data(ssl_.get(), kOwnData, this);
   if (protection_.dialled) {
-    ssl.SSL_set_connect_state(ssl_);
+    ssl.SSL_set_connect_state(ssl_.get());
   } else {
-    ssl.SSL_set_accept_state(ssl_);
-    ssl.SSL_set_session_id_context(ssl_, reinterpret_cast<const unsigned char*>(kIdentity.data()), kIdentity.size());
+    ssl.SSL_set_accept_state(ssl_.get());
+    ssl.SSL_set_session_id_context(ssl_.get(), reinterpret_cast<const unsigned char*>(kIdentity.data()),
+                                   kIdentity.size());
   }
   for (const int fd : {inner_->poll_fd(), more_.get()}) {
     epoll_event event{};
@@ -310,7 +315,6 @@ TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protect
 // A forked child has closed the descriptors, and their numbers may be another file's.
 TlsChannel::~TlsChannel() {
   if (fork_generation() == generation_ && stage_ == Stage::kOpen && out_.empty()) close_send();
-  openssl::functions().SSL_free(ssl_);
 }
 
 int TlsChannel::take_ciphertext(const char* bytes, std::size_t count, std::size_t* written) {
@@ -323,23 +327,14 @@ int TlsChannel::take_ciphertext(const char* bytes, std::size_t count, std::size_
 int TlsChannel::give_ciphertext(openssl::Bio* bio, char* bytes, std::size_t count, std::size_t* read) {
   const openssl::Functions& ssl = openssl::functions();
   ssl.BIO_clear_flags(bio, openssl::kBioRetryFlags);
-  if (in_begin_ == in_end_) {
-    in_.resize(kBatchBytes);
-    const iovec all{in_.data(), in_.size()};
-    const IoResult result = inner_->receive(std::span(&all, 1));
-    in_begin_ = 0;
-    in_end_ = result.status == IoStatus::kOk ? result.bytes : 0;
-    starved_ = in_end_ == 0;
-    if (starved_) {
-      below_ = result;
-      ssl.BIO_set_flags(bio, openssl::kBioRetryRead);
-      return 0;
-    }
-  }
-  *read = std::min(count, in_end_ - in_begin_);
-  std::memcpy(bytes, in_.data() + in_begin_, *read);
-  in_begin_ += *read;
-  return 1;
+  const iovec all{bytes, count};
+  const IoResult result = inner_->receive(std::span(&all, 1));
+  *read = result.bytes;
+  starved_ = result.status != IoStatus::kOk;
+  if (!starved_) return 1;
+  below_ = result;
+  ssl.BIO_set_flags(bio, openssl::kBioRetryRead);
+  return 0;
 }
 
 openssl::Session* TlsChannel::session() const {
@@ -348,7 +343,7 @@ openssl::Session* TlsChannel::session() const {
   const bool fits = made != nullptr &&
                     ssl.SSL_SESSION_set1_master_key(made, reinterpret_cast<const unsigned char*>(secret_.data()),
                                                     secret_.size()) == 1 &&
-                    ssl.SSL_SESSION_set_cipher(made, ssl.SSL_CIPHER_find(ssl_, kCipherNumber.data())) == 1 &&
+                    ssl.SSL_SESSION_set_cipher(made, ssl.SSL_CIPHER_find(ssl_.get(), kCipherNumber.data())) == 1 &&
                     ssl.SSL_SESSION_set_protocol_version(made, openssl::kTls13) == 1;
   if (fits) return made;
   ssl.SSL_SESSION_free(made);
@@ -365,7 +360,7 @@ void TlsChannel::fail(const std::string& what, int error_number) {
 // Of a call that has not succeeded: its channel has no bytes, or has ended; or it is over.
 void TlsChannel::note(int result) {
   const openssl::Functions& ssl = openssl::functions();
-  const int kind = ssl.SSL_get_error(ssl_, result);
+  const int kind = ssl.SSL_get_error(ssl_.get(), result);
   if (kind == openssl::kErrorWantRead) {
     if (below_.status == IoStatus::kBroken) return fail("", below_.error_number);
     if (below_.status == IoStatus::kClosed) return fail("", 0);  // as a process ends that was killed
@@ -376,7 +371,7 @@ void TlsChannel::note(int result) {
     return;
   }
   const bool begun = stage_ == Stage::kOpen;
-  const long verified = ssl.SSL_get_verify_result(ssl_);
+  const long verified = ssl.SSL_get_verify_result(ssl_.get());
   const std::string problem = problem_text();
   const bool told = problem.find("alert") != std::string::npos;
   if (begun)
@@ -394,7 +389,7 @@ void TlsChannel::note(int result) {
 std::optional<std::size_t> TlsChannel::read(std::span<std::byte> to) {
   std::size_t got = 0;
   openssl::functions().ERR_clear_error();
-  const int result = openssl::functions().SSL_read_ex(ssl_, to.data(), to.size(), &got);
+  const int result = openssl::functions().SSL_read_ex(ssl_.get(), to.data(), to.size(), &got);
   if (result == 1) return got;
   note(result);
   return std::nullopt;
@@ -403,9 +398,9 @@ std::optional<std::size_t> TlsChannel::read(std::span<std::byte> to) {
 void TlsChannel::write(std::span<const std::byte> bytes) {
   const openssl::Functions& ssl = openssl::functions();
   ssl.ERR_clear_error();
-  if (++records_ % records_per_key_ == 0) ssl.SSL_key_update(ssl_, openssl::kUpdateOwnKey);
+  if (++records_ % records_per_key_ == 0) ssl.SSL_key_update(ssl_.get(), openssl::kUpdateOwnKey);
   std::size_t written = 0;
-  const int result = ssl.SSL_write_ex(ssl_, bytes.data(), bytes.size(), &written);
+  const int result = ssl.SSL_write_ex(ssl_.get(), bytes.data(), bytes.size(), &written);
   if (result != 1) note(result);
 }
 
@@ -414,8 +409,8 @@ void TlsChannel::write(std::span<const std::byte> bytes) {
 Digest TlsChannel::proof(bool of_dialler) {
   std::array<std::byte, kSha256Bytes> exported{};
   const int done = openssl::functions().SSL_export_keying_material(
-      ssl_, reinterpret_cast<unsigned char*>(exported.data()), exported.size(), kExporter.data(), kExporter.size(),
-      nullptr, 0, 0);
+      ssl_.get(), reinterpret_cast<unsigned char*>(exported.data()), exported.size(), kExporter.data(),
+      kExporter.size(), nullptr, 0, 0);
   if (done != 1) fail("TLS: no keys can be exported: " + problem_text());
   return derived(protection_.key, of_dialler ? "ringdp tls, dialled" : "ringdp tls, accepted", exported);
 }
@@ -424,13 +419,13 @@ bool TlsChannel::proceed() {
   const openssl::Functions& ssl = openssl::functions();
   if (stage_ == Stage::kHandshake) {
     ssl.ERR_clear_error();
-    const int result = ssl.SSL_do_handshake(ssl_);
+    const int result = ssl.SSL_do_handshake(ssl_.get());
     if (result != 1) {
       note(result);
       return false;
     }
     const bool secret = protection_.tls->mode() == TlsMode::kSecret;
-    if (secret && ssl.SSL_session_reused(ssl_) != 1) {
+    if (secret && ssl.SSL_session_reused(ssl_.get()) != 1) {
       fail("TLS: the other end has not used the secret");
       return false;
     }
@@ -450,29 +445,38 @@ bool TlsChannel::proceed() {
   return stage_ == Stage::kOpen;
 }
 
-void TlsChannel::write_record(PieceCursor& from) {
-  const std::size_t length = std::min(from.left(), kPayloadBytes);
-  record_.resize(kHeadBytes + length);
+// The first record has the head too, and small pieces; full ones are taken where they lie.
+void TlsChannel::write_message(PieceCursor& from) {
+  std::size_t left = std::min(from.left(), batch_bytes_);
+  record_.resize(kHeadBytes);
   put(record_.data(), received_);
-  put(record_.data() + 8, static_cast<uint32_t>(length));
-  parts_.clear();
-  from.list(length, parts_);
-  std::byte* to = record_.data() + kHeadBytes;
-  for (const iovec& it : parts_) {
-    std::memcpy(to, it.iov_base, it.iov_len);
-    to += it.iov_len;
-  }
-  write(record_);
-  from.skip(length);
-  sent_ += length;
+  put(record_.data() + 8, static_cast<uint32_t>(left));
+  sent_ += left;
   told_ = received_;
+  do {
+    const std::size_t count = std::min(left, kRecordBytes - record_.size());
+    parts_.clear();
+    from.list(count, parts_);
+    if (record_.empty() && parts_.size() == 1) {
+      write({static_cast<const std::byte*>(parts_.front().iov_base), count});
+    } else {
+      for (const iovec& it : parts_) {
+        const auto* bytes = static_cast<const std::byte*>(it.iov_base);
+        record_.insert(record_.end(), bytes, bytes + it.iov_len);
+      }
+      write(record_);
+      record_.clear();
+    }
+    from.skip(count);
+    left -= count;
+  } while (left > 0);
 }
 
 // The peer may wait for nothing, but keeps what may have to be sent again.
 void TlsChannel::tell() {
   if (stage_ != Stage::kOpen || closing_ || !out_.empty() || received_ - told_ < kTellBytes) return;
   PieceCursor nothing({});
-  write_record(nothing);
+  write_message(nothing);
   flush();
 }
 
@@ -484,13 +488,14 @@ bool TlsChannel::read_head() {
   head_filled_ = 0;
   const auto arrived = ringdp::take<uint64_t>(head_.data());
   payload_left_ = ringdp::take<uint32_t>(head_.data() + 8);
-  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kPayloadBytes) fail("TLS: a record that no rank sends");
+  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kBatchBytes) fail("TLS: a record that no rank sends");
   arrived_ = std::max(arrived_, std::min(arrived, sent_));
   return stage_ == Stage::kOpen;
 }
 
 void TlsChannel::flush() {
-  if (closing_ && stage_ == Stage::kOpen && !std::exchange(said_end_, true)) openssl::functions().SSL_shutdown(ssl_);
+  if (closing_ && stage_ == Stage::kOpen && !std::exchange(said_end_, true))
+    openssl::functions().SSL_shutdown(ssl_.get());
   last_sent_ = IoStatus::kOk;
   while (out_sent_ < out_.size()) {
     const iovec rest{out_.data() + out_sent_, out_.size() - out_sent_};
@@ -503,8 +508,9 @@ void TlsChannel::flush() {
   if (out_sent_ == out_.size()) {
     out_.clear();
     out_sent_ = 0;
-    if ((said_end_ || (closing_ && stage_ == Stage::kEnded)) && !std::exchange(closed_, true)) inner_->close_send();
   }
+  const bool nothing_follows = out_.empty() ? said_end_ || stage_ == Stage::kEnded : send_error_ != 0;
+  if (closing_ && nothing_follows && !std::exchange(closed_, true)) inner_->close_send();
   want_room(last_sent_ == IoStatus::kWouldBlock);
 }
 
@@ -518,8 +524,8 @@ void TlsChannel::want_room(bool wanted) {
 
 // Bytes that have been read from the channel below do not make it readable.
 void TlsChannel::note_more() {
-  const bool more = stage_ != Stage::kEnded && !ended_ && !starved_ &&
-                    (in_begin_ < in_end_ || openssl::functions().SSL_has_pending(ssl_) == 1);
+  const bool more =
+      stage_ != Stage::kEnded && !ended_ && !starved_ && openssl::functions().SSL_has_pending(ssl_.get()) == 1;
   if (more == says_more_) return;
   says_more_ = more;
   uint64_t value = 1;
@@ -538,7 +544,7 @@ IoResult TlsChannel::send(std::span<const iovec> pieces) {
   if (last_sent_ != IoStatus::kOk) return {last_sent_, 0, 0};
   if (stage_ != Stage::kOpen || closing_) return {IoStatus::kWouldBlock, 0, 0};
   PieceCursor from(pieces);
-  while (from.left() > 0 && out_.size() < batch_bytes_ && stage_ == Stage::kOpen) write_record(from);
+  if (from.left() > 0) write_message(from);
   flush();
   return {IoStatus::kOk, from.done(), 0};
 }

@@ -4,8 +4,8 @@
 // by whatever makes connections, and by their channels.
 //
 // A TlsChannel is a Channel over a Channel: it encrypts what goes through, and ends broken when a byte is not as the
-// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. Each record
-// carries up to 16 KiB, with a header that says how much this side has received (docs/reference/wire_format.md), so
+// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. Each message
+// carries up to 128 KiB, with a header that says how much this side has received (docs/reference/wire_format.md), so
 // that after a damaged record both know what must be sent again: the kernel's acknowledgements do not tell. Used as any
 // channel.
 #pragma once
@@ -55,7 +55,7 @@ struct Protection {
 // The first connection of a pair, after its handshake. Owns the descriptor.
 struct PeerSocket {
   PeerSocket() = default;
-  PeerSocket(Fd fd_, Protection protection_ = {}) : fd(std::move(fd_)), protection(std::move(protection_)) {}
+  PeerSocket(Fd socket, Protection how = {}) : fd(std::move(socket)), protection(std::move(how)) {}
 
   int get() const noexcept { return fd.get(); }
   explicit operator bool() const noexcept { return static_cast<bool>(fd); }

@@ -337,7 +337,7 @@ void bind_process_group(py::module_& module) {
       .def(py::init(&make_pending_mesh), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("hello"), py::arg("timeout"), py::arg("first_notice_s"), py::arg("config"))
       .def("hellos", &PendingMesh::hellos)
-      .def("close", &PendingMesh::close, py::arg("reason") = "",
+      .def("close", &PendingMesh::close, py::arg("reason") = "", py::call_guard<py::gil_scoped_release>(),
            "Leave, unless a process group has taken the connections, and send the reason to the others; idempotent.");
   module.def("create_process_group", &create_process_group, py::kw_only(), py::arg("store"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"), py::arg("config"),

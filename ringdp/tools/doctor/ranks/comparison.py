@@ -15,6 +15,7 @@ from ringdp.tools.doctor.ranks.meeting import describe_ranks
 MUST_AGREE = {
     "ringdp": "install the same ringdp everywhere",
     "torch": "install the same torch everywhere",
+    "RINGDP_TLS": "set it alike on all ranks",
     "RINGDP_CHECKSUM": "set it alike on all ranks",
     "RINGDP_STREAMS": "set it alike on all ranks",
     "RINGDP_FULL_MESH_RANKS": "set it alike on all ranks",
@@ -31,6 +32,9 @@ OF_A_RANK = (
     "RINGDP_HOST_ID",
     "RINGDP_SITE",
     "RINGDP_ADVERTISE",
+    "RINGDP_TLS_CERT",
+    "RINGDP_TLS_KEY",
+    "RINGDP_TLS_CA",
     "RINGDP_RANK_PROCESS",
 )
 """Settings that may differ between ranks or hosts by their nature."""
