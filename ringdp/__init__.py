@@ -13,7 +13,7 @@ if _early.is_launcher(sys.orig_argv):
     _early.hold()
 
 __version__ = "0.1.0"  # of the sources; that of a build names its torch, as pip does
-with contextlib.suppress(ImportError):
+with contextlib.suppress(ImportError, AttributeError):
     __version__ = importlib.import_module("ringdp._build_info").VERSION
 
 if TYPE_CHECKING:

@@ -350,7 +350,7 @@ def parse(argv: list[str], *, on_a_node: bool = False) -> Arguments:
         parser.set_defaults(master_port=None)
     parser.set_defaults(node_rank=None if parser.get_default("node_rank") == 0 else parser.get_default("node_rank"))
     args = parser.parse_args(argv)
-    args.node_asked, args.node_rank = args.node_rank, args.node_rank or 0
+    args.node_asked, args.node_rank, args.joins_store = args.node_rank, args.node_rank or 0, False
     try:
         max_nodes = _most_nodes(args)
         _check_program(args)
@@ -552,7 +552,7 @@ def join_running(arguments: Arguments) -> Arguments:
             f"an elastic job with --rdzv-id {meeting.run_id} runs at {meeting.endpoint} already: give this one another"
             f" --rdzv-id, or let it join that one by --join {meeting.endpoint} --rdzv-id {meeting.run_id}"
         )
-    args.join, args.join_id = f"[{meeting.host}]:{meeting.port}", meeting.run_id
+    args.join, args.join_id, args.joins_store = f"[{meeting.host}]:{meeting.port}", meeting.run_id, True
     args.nnodes, args.rdzv_endpoint, args.rdzv_backend, args.rdzv_conf = "1:1", "", "static", ""
     args.standalone = True
     _resolve_rendezvous(args, 1)

@@ -62,9 +62,11 @@ def test_nothing_set_gives_the_defaults() -> None:
 def test_every_variable_is_read(tmp_path: Path) -> None:
     table = tmp_path / "tuning.json"
     table.write_text('{"ringdp_tuning": 1, "layouts": {"one_host": {"fold_sent_bytes": 1}}}')
+    (tmp_path / "door").write_text("41000 3 250\n")
     settings = RingConfig.from_environment(
         {
             "RINGDP_SECRET_FILE": secret_file(tmp_path),
+            "RINGDP_DOOR": str(tmp_path),
             "RINGDP_TLS": "1",
             "RINGDP_TLS_CERT": "/etc/rank.pem",
             "RINGDP_TLS_KEY": "/etc/rank.key",
@@ -118,6 +120,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "heal_ms": 500,
         "epoch": 3,
         "several_hosts": False,
+        "door": (str(tmp_path), 41000, 3, 250),
         "table": {"one_host.fold_sent_bytes": 1},
         "table_source": f"RINGDP_TUNING={table}",
     }

@@ -51,7 +51,7 @@ ELSEWHERE = ["docs/how-to/integrations.md", "docs/how-to/torchft.md"]
 RECONFIGURE = "docs/how-to/reconfigure.md"
 SETTINGS = "docs/reference/settings.md"
 # Set by ringdp for the processes that a rank starts; a level that a logger gets.
-NOT_READ_BY_A_VALUE = ["RINGDP_RANK_PROCESS", "RINGDP_LOG_LEVEL"]
+NOT_READ_BY_A_VALUE = ["RINGDP_DOOR", "RINGDP_RANK_PROCESS", "RINGDP_LOG_LEVEL"]
 # Uses a function of torch that newer versions deprecate.
 MAY_WARN = [FROM_HOROVOD]
 

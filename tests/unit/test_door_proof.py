@@ -290,3 +290,21 @@ def test_a_launcher_without_tls_is_told_that_the_job_has_it() -> None:
         gate.enter(10.0, lambda line: None)
     gate.close()
     made.close()
+
+
+@pytest.mark.parametrize("libuv", [False, True])
+def test_a_store_is_told_from_a_door(libuv: bool) -> None:
+    """``--join`` names either."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ringdp.launcher import joining
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=libuv)
+    gate = Gate(("127.0.0.1", store.port), trust(), None)
+    began_s = time.monotonic()
+    with pytest.raises(RefusedError) as raised:
+        gate.enter(20.0, lambda line: None, lambda: joining.is_store("127.0.0.1", store.port))
+    assert raised.value.no_door
+    assert joining.is_store("127.0.0.1", store.port)
+    assert time.monotonic() - began_s < 5.0
+    gate.close()

@@ -315,7 +315,7 @@ def test_a_read_of_the_environment_is_found_in_code_but_not_in_comments() -> Non
         ("diagnosis/remedies.py", "from ringdp.tools import top", "imports ringdp.tools"),
         ("hooks/names.py", "def f():\n    from ringdp.ddp.wrapper import RingDP", "imports ringdp.ddp"),
         ("ddp/wrapper.py", "from ringdp import testing", "imports ringdp.testing"),
-        ("launcher/agent.py", "from ringdp import _C", "imports ringdp._C"),
+        ("data/sampler.py", "from ringdp import _C", "imports ringdp._C"),
         ("unheard_of.py", "", "has no place"),
         ("ddp/wrapper.py", "import os\nos.environ['X']", "reads the environment"),
         ("ddp/wrapper.py", "from os import getenv", "reads the environment"),

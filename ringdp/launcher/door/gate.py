@@ -18,6 +18,8 @@ from ringdp.launcher.door.head import BEAT_S, LINE_BYTES, SILENT_S, About
 from ringdp.launcher.door.local import LOOPBACK, Local, Loop
 
 _AGAIN_S = 1.0
+_REGISTER_S = 2.0
+"""For a connection and the answer, after which it is made again: what does not answer may be no door."""
 _CLOSED_TIMES, _CLOSED_PAUSE_S = 5, 0.2
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 3.0, 10.0
 _log = logging.getLogger("ringdp.launch")
@@ -45,9 +47,15 @@ class Gate:
         self._store = local.listen(LOOPBACK, 0)
         self.store_port: int = self._store.getsockname()[1]
 
-    def enter(self, timeout_s: float, say: Callable[[str], None]) -> tuple[About, int]:
+    def enter(
+        self, timeout_s: float, say: Callable[[str], None], is_another: Callable[[], bool] = lambda: False
+    ) -> tuple[About, int]:
         """Register this host; tries until somebody answers. Returns the job, and the number of this host: from
         `About.nodes` on, it has come later.
+
+        Args:
+            say: is given lines for the user.
+            is_another: is asked where something listens and does not answer; True: it is no door.
 
         Raises:
             RefusedError: it is not let in, or nobody answers.
@@ -62,7 +70,9 @@ class Gate:
             except proof.RefusedError as error:
                 raise proof.RefusedError(f"{host}:{port} does not let this host in: {error}") from None
             except (OSError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
+                why = str(error) or "it does not answer"
+                if isinstance(error, TimeoutError) and is_another():
+                    raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
             except proof.NotProvenError as error:
                 closed += 1
                 why = str(error)
@@ -102,7 +112,7 @@ class Gate:
 
     async def _register(self, node: int | None = None) -> tuple[About, int]:
         """`node`: the number that this host has, whose connection has ended."""
-        connection = await self._dial(proof.Kind.REGISTER)
+        connection = await asyncio.wait_for(self._dial(proof.Kind.REGISTER), _REGISTER_S)
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
         me: dict[str, Any] = {"host": socket.gethostname(), "version": __version__, "wants": self._wants}
         me |= {} if node is None else {"node": node}

@@ -69,9 +69,11 @@ def enter(arguments: Arguments, say: Callable[[str], None]) -> Passage | None:
     if args.door is not None:
         return _open(arguments, args, trust, say)
     host, port = read_address(args.join)
+    if args.joins_store:
+        return None
     gate = Gate((host, port), trust, args.node_asked)
     try:
-        about, node = gate.enter(args.rdzv_timeout or 600.0, say)
+        about, node = gate.enter(args.rdzv_timeout or 600.0, say, lambda: joining.is_store(host, port))
     except RefusedError as error:
         gate.close()
         if error.no_door and joining.is_store(host, port):
