@@ -71,7 +71,7 @@ class Gate:
                 raise proof.RefusedError(f"{host}:{port} does not let this host in: {error}") from None
             except (OSError, TimeoutError) as error:
                 why = str(error) or "it does not answer"
-                if isinstance(error, TimeoutError) and is_another():
+                if isinstance(error, (TimeoutError, ConnectionResetError)) and is_another():
                     raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
             except proof.NotProvenError as error:
                 closed += 1
