@@ -69,9 +69,9 @@ class Gate:
                 return about, node
             except proof.RefusedError as error:
                 raise proof.RefusedError(f"{host}:{port} does not let this host in: {error}") from None
-            except (OSError, TimeoutError) as error:
+            except (OSError, asyncio.TimeoutError) as error:
                 why = str(error) or "it does not answer"
-                if isinstance(error, (TimeoutError, ConnectionResetError)) and is_another():
+                if isinstance(error, (asyncio.TimeoutError, ConnectionResetError)) and is_another():
                     raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
             except proof.NotProvenError as error:
                 closed += 1
@@ -161,7 +161,7 @@ class Gate:
                 words = line.split()
                 if len(words) == 3 and words[0] == b"call":
                     self._loop.begin(self._answer(int(words[1]), int(words[2]), writer))
-        except (TimeoutError, ValueError, OSError) as error:
+        except (asyncio.TimeoutError, ValueError, OSError) as error:
             why = error
         finally:
             beats.cancel()
@@ -175,7 +175,7 @@ class Gate:
             except proof.RefusedError as error:
                 _log.warning("%s", error)
                 return
-            except (OSError, TimeoutError, ValueError, proof.NotProvenError) as error:
+            except (OSError, asyncio.TimeoutError, ValueError, proof.NotProvenError) as error:
                 _log.debug("the door does not answer: %s", error)
 
     async def _answer(self, call: int, port: int, control: asyncio.StreamWriter) -> None:

@@ -80,7 +80,7 @@ class Loop:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        usual = isinstance(error, (OSError, TimeoutError, ValueError, proof.NotProvenError, proof.RefusedError))
+        usual = isinstance(error, (OSError, asyncio.TimeoutError, ValueError, proof.NotProvenError, proof.RefusedError))
         _log.log(
             logging.DEBUG if usual else logging.ERROR,
             "a connection through the door ended: %s: %s",
@@ -198,7 +198,7 @@ async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> so
         connection.setblocking(False)
         try:
             await asyncio.wait_for(loop.sock_connect(connection, address), timeout_s)
-        except (OSError, TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             connection.close()
             number = error.errno if isinstance(error, OSError) else None
             problem = OSError(os.strerror(number) if number else f"no answer in {timeout_s:g} s")
