@@ -165,7 +165,8 @@ class WatchedRounds:
         self._first_view = view_of(rounds.process_group)
         self._taken: deque[int] = deque()  # by batch that is not trained: the steps that had been made before it
         self.steps = self.plan = 0
-        self._since_step = self._empty = 0  # forwards since the last step of the optimizers; those that count nothing
+        self._since_step = self._empty = 0  # forwards since the optimizers' last steps; those that count nothing
+        self._stepped = False  # since the last forward
 
         def before(*_: Any) -> None:
             if torch.is_grad_enabled():
@@ -173,11 +174,10 @@ class WatchedRounds:
 
         # Weak, as above.
         me = weakref.ref(self)
-        last = rounds.optimizers[-1]
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (watched := me()) is not None:
-                watched._before_step(optimizer, last=optimizer is last)
+                watched._before_step(optimizer)
 
         self._handles = [rounds.model.register_forward_pre_hook(before)]
         self._handles += [one.register_step_pre_hook(before_step) for one in rounds.optimizers]
@@ -192,13 +192,12 @@ class WatchedRounds:
         for handle in self._handles:
             handle.remove()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *, last: bool) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped = True
         if self._since_step > 0 and self._empty == self._since_step:
             for group in optimizer.param_groups:  # which optimizers leave out, without gradient
                 for parameter in group["params"]:
                     parameter.grad = None
-        if last:
-            self._since_step = self._empty = 0
 
     @property
     def begins_batch(self) -> bool:
@@ -210,6 +209,9 @@ class WatchedRounds:
 
     def forward_begins(self) -> None:
         self._forward += 1
+        if self._stepped:
+            self._since_step = self._empty = 0
+            self._stepped = False
         self._since_step += 1
         if self.begins_batch:
             rounds = self._rounds()

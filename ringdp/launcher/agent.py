@@ -88,12 +88,14 @@ def run(orders: Orders) -> NoReturn:
         logging.getLogger("ringdp.launch").error("%s", traceback.format_exc())
         messages.post(orders.status_fd, messages.Broken(error=advice.explain(error, orders.arguments, waiting)))
     finally:
-        if passage is not None:
-            passage.way.close()
-        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what --run-path leaves
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            if passage is not None:
+                passage.way.close()
+            multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what --run-path leaves
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # a signal may come now
+            os._exit(code)
 
 
 def _say(orders: Orders, lines: Sequence[str]) -> None:

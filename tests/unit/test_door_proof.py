@@ -308,3 +308,52 @@ def test_a_store_is_told_from_a_door(libuv: bool) -> None:
     assert joining.is_store("127.0.0.1", store.port)
     assert time.monotonic() - began_s < 5.0
     gate.close()
+
+
+def test_a_number_that_another_host_has_by_now_is_not_given_back(door: Door, tls: bool) -> None:
+    first = Gate(("127.0.0.1", door.port), trust(tls=tls), None)
+    assert first.enter(10.0, lambda line: None)[1] == 1
+    name = first._id
+    first.close()
+    second = Gate(("127.0.0.1", door.port), trust(tls=tls), 1)
+    end_s = time.monotonic() + 10
+    while True:  # until the door has seen the end of the first one's connection
+        try:
+            assert second.enter(10.0, lambda line: None)[1] == 1
+            break
+        except RefusedError:
+            assert time.monotonic() < end_s
+    back = Gate(("127.0.0.1", door.port), trust(tls=tls), None)
+    back._id = name
+    with pytest.raises(RefusedError, match="another host has its number by now"):
+        back._loop.run(back._register(1))
+    for gate in (second, back):
+        gate.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        return dialled, listener.accept()[0]
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_the_last_words_of_an_end_that_breaks_arrive(breaks: int) -> None:
+    """It closes with input that it has not read, which resets its connection."""
+    from ringdp import _C
+
+    for _ in range(20):
+        relay = _C.Relay()
+        pairs = [tcp_pair(), tcp_pair()]
+        relay.join(pairs[0][1].detach(), pairs[1][1].detach())
+        leaves, stays = pairs[breaks][0], pairs[1 - breaks][0]
+        stays.sendall(b"x" * 200_000)
+        leaves.sendall(b"last words")
+        time.sleep(0.01)
+        leaves.close()
+        stays.settimeout(5)
+        assert stays.recv(10, socket.MSG_WAITALL) == b"last words"
+        with contextlib.suppress(OSError):
+            stays.sendall(b"more")
+        stays.close()
+        del relay

@@ -13,8 +13,9 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstPause{10};  // between two attempts at one address
 constexpr milliseconds kLongestPause{200};
-constexpr milliseconds kHeadStart{50};  // for the address that was in use
-constexpr int kKnockRefusals = 2;       // at one address, while others do not answer
+constexpr milliseconds kHeadStart{50};     // for the address that was in use
+constexpr milliseconds kRelayAfter{1000};  // a relayed connection costs other hosts
+constexpr int kKnockRefusals = 2;          // at one address, while others do not answer
 constexpr const char* kAnswered = "it answered";
 
 }  // namespace
@@ -198,9 +199,11 @@ void Redialler::begin_due(int peer, Clock::time_point now) {
   const auto& addresses = addresses_[static_cast<std::size_t>(peer)];
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (!it.tries.due(i, now)) continue;
+    if (addresses[i].is_relayed() && i > 0 && now < it.until - heal_ + std::min(kRelayAfter, heal_ / 2)) continue;
     const auto dialled = std::count_if(attempts_.begin(), attempts_.end(), [&](const HandshakeAttempt& other) {
       const HandshakeAttempt::Facts& facts = other.facts();
-      return facts.dialled && facts.stream == 0 && facts.peer == peer && facts.candidate == i && !other.over();
+      return (facts.dialled || facts.turned) && facts.stream == 0 && facts.peer == peer && facts.candidate == i &&
+             !other.over();
     });
     if (dialled >= kMostDialled) continue;
     it.tries.begun(i, now);

@@ -21,7 +21,7 @@
 namespace ringdp {
 namespace {
 
-constexpr int kPipeBytes = 1 << 20;
+constexpr int kPipeBytes = 256 << 10;
 constexpr std::size_t kTurnBytes = std::size_t{4} << 20;  // of one pair before the next one's turn
 constexpr int kLookMs = 1000;
 
@@ -73,6 +73,11 @@ void Relay::join(Fd one, Fd other) {
     const SocketAddress other_end = SocketAddress::far_end_of(socket);
     if (other_end.family() == AF_UNIX || other_end.is_loopback()) continue;
     ask_for_congestion(socket, kAutomaticCongestion);
+    const int on = 1, period_s = 2, count = 3;  // an idle connection shows no silence by itself
+    setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &period_s, sizeof period_s);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &period_s, sizeof period_s);
+    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
     pair.hosts.emplace_back(socket);
   }
   {
@@ -88,22 +93,16 @@ Relay::Counts Relay::counts() const {
   return counts_;
 }
 
-bool Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
+void Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
   constexpr unsigned kFlags = SPLICE_F_MOVE | SPLICE_F_NONBLOCK;
   for (bool moved = true; moved && budget > 0;) {
     moved = false;
     if (!ended) {
-      const ssize_t count = splice(from, nullptr, in.get(), nullptr, std::min<std::size_t>(budget, kPipeBytes), kFlags);
-      if (count > 0) {
-        held += static_cast<std::size_t>(count);
-        moved = true;
-      } else if (count == 0) {
-        ended = true;
-      } else if (errno == EINTR) {
-        moved = true;
-      } else if (!would_wait(errno)) {
-        return false;
-      }
+      const ssize_t count = deaf ? recv(from, nullptr, kPipeBytes, MSG_TRUNC | MSG_DONTWAIT)
+                                 : splice(from, nullptr, in.get(), nullptr, kPipeBytes, kFlags);
+      moved = count > 0 || (count < 0 && errno == EINTR);
+      if (count > 0 && !deaf) held += static_cast<std::size_t>(count);
+      if (count == 0 || (count < 0 && errno != EINTR && !would_wait(errno))) ended = true;
     }
     if (held > 0) {
       const ssize_t count = splice(out.get(), nullptr, to, nullptr, held, kFlags);
@@ -115,7 +114,8 @@ bool Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
       } else if (count < 0 && errno == EINTR) {
         moved = true;
       } else if (count < 0 && !would_wait(errno)) {
-        return false;
+        deaf = moved = true;
+        held = 0;
       }
     }
   }
@@ -123,23 +123,26 @@ bool Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
     shutdown(to, SHUT_WR);
     passed_on = true;
   }
-  return true;
 }
 
 bool Relay::pump(Pair& pair) {
   uint64_t bytes = 0;
   std::size_t there = kTurnBytes, back = kTurnBytes;
-  const bool whole = pair.there.move(bytes, there) && pair.back.move(bytes, back);
+  pair.there.move(bytes, there);
+  pair.back.move(bytes, back);
   pair.waits = there == 0 || back == 0;
   if (bytes > 0) {
     std::lock_guard lock(mutex_);
     counts_.bytes += bytes;
   }
-  return whole && !(pair.there.over() && pair.back.over());
+  if ((pair.there.deaf || pair.back.deaf) && !pair.ends_at)
+    pair.ends_at = Clock::now() + std::chrono::milliseconds(kLastMs);
+  return !(pair.there.over() && pair.back.over());
 }
 
 void Relay::drop(std::list<Pair>::iterator pair) {
-  // What is left unsent is thrown away: both ends learn that the connection has ended.
+  // A forked child may hold copies until it calls exec: closing alone would leave them registered.
+  for (const int socket : {pair->one.get(), pair->other.get()}) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);
   pairs_.erase(pair);
   std::lock_guard lock(mutex_);
   counts_.pairs = pairs_.size() + coming_.size();
@@ -152,7 +155,7 @@ void Relay::look_at_hosts() {
     auto pair = it++;
     const bool silent = std::any_of(pair->hosts.begin(), pair->hosts.end(),
                                     [](TcpWatch& host) { return host.host_silence_ms() > kSilenceMs; });
-    if (silent) drop(pair);
+    if (silent || (pair->ends_at && looked_at_ > *pair->ends_at)) drop(pair);
   }
 }
 

@@ -1,13 +1,14 @@
 // Relay: moves bytes between pairs of connected sockets, as long as both ends of a pair live, in both directions and
-// through the kernel alone (splice(2)). Invariant: a pair has one pipe each way, and no byte is in a pipe whose reading
-// side has ended. A host that is silent for too long ends its pairs. Owned by a launcher, which has one thread "relay"
-// for all of its pairs; `join` and `counts` are for any thread.
+// through the kernel alone (splice(2)). Invariant: a pair has one pipe each way. Where an end breaks, what it has said
+// before still reaches the other one, within kLastMs. A host that is silent for too long ends its pairs. Owned by a
+// launcher, which has one thread "relay" for all of its pairs; `join` and `counts` are for any thread.
 #pragma once
 
 #include <cstdint>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace ringdp {
 class Relay {
  public:
   static constexpr int64_t kSilenceMs = 8000;
+  static constexpr int64_t kLastMs = 5000;
 
   struct Counts {
     std::size_t pairs = 0;  // now
@@ -38,18 +40,20 @@ class Relay {
  private:
   struct Way {
     int from = -1, to = -1;
-    Fd out{}, in{};                                   // the pipe's ends, to read and to write
-    std::size_t held = 0;                             // bytes in the pipe
-    bool ended = false;                               // `from` has no more bytes
-    bool passed_on = false;                           // `to` knows that
-    bool move(uint64_t& bytes, std::size_t& budget);  // false: broken
+    Fd out{}, in{};          // the pipe's ends, to read and to write
+    std::size_t held = 0;    // bytes in the pipe
+    bool ended = false;      // `from` has no more bytes
+    bool passed_on = false;  // `to` knows that
+    bool deaf = false;       // `to` takes nothing any more: what comes is thrown away, so that it is not reset
+    void move(uint64_t& bytes, std::size_t& budget);
     bool over() const { return passed_on; }
   };
   struct Pair {
     Fd one, other;
     Way there, back;
-    std::vector<TcpWatch> hosts{};  // of those ends that are not on this host
-    bool waits = false;             // has more to move
+    std::vector<TcpWatch> hosts{};               // of those ends that are not on this host
+    bool waits = false;                          // has more to move
+    std::optional<Clock::time_point> ends_at{};  // at the latest: an end has broken, and the other may have last words
   };
 
   void run();

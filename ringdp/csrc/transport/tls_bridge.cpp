@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::size_t kBufferBytes = 256 * 1024;
 constexpr int kLookMs = 1000;
+constexpr int kRoomMs = 20;
 
 // False: the socket is broken. Sends what there is room for, and takes it out of `bytes`.
 bool send_from(std::vector<std::byte>& bytes, int socket) {
@@ -106,14 +107,17 @@ void TlsBridge::run() {
     }
     pairs.remove_if([this](Pair& pair) { return !pump(pair); });
     polled.assign(1, {wakeup_.get(), POLLIN, 0});
+    int wait_ms = kLookMs;
     for (const Pair& pair : pairs) {
       const bool reads = !pair.plain_ended && pair.out.size() < kBufferBytes;
-      polled.push_back(
-          {pair.plain.get(), static_cast<short>((reads ? POLLIN : 0) | (pair.in.empty() ? 0 : POLLOUT)), 0});
+      const int events = (reads ? POLLIN : 0) | (pair.in.empty() ? 0 : POLLOUT);
+      // Without events poll(2) would still report an end, again and again.
+      if (events != 0) polled.push_back({pair.plain.get(), static_cast<short>(events), 0});
       const bool takes = !pair.channel_ended && pair.in.size() < kBufferBytes;
-      if (takes || !pair.out.empty()) polled.push_back({pair.channel->poll_fd(), POLLIN, 0});
+      if (takes) polled.push_back({pair.channel->poll_fd(), POLLIN, 0});
+      if (!takes && (!pair.out.empty() || pair.plain_ended)) wait_ms = kRoomMs;  // its descriptor stays readable
     }
-    poll(polled.data(), polled.size(), kLookMs);
+    poll(polled.data(), polled.size(), wait_ms);
   }
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Gate:
         self._loop = Loop(trust)
         self._local = Local(self._loop, trust.secret, self._reach)
         self.folder = self._local.folder
+        self._id = secrets.token_hex(16)  # by which the door knows it again
         self._round_trip_s = math.inf  # to the door, the shortest so far
         self._store = local.listen(LOOPBACK, 0)
         self.store_port: int = self._store.getsockname()[1]
@@ -114,15 +116,18 @@ class Gate:
         """`node`: the number that this host has, whose connection has ended."""
         connection = await asyncio.wait_for(self._dial(proof.Kind.REGISTER), _REGISTER_S)
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
-        me: dict[str, Any] = {"host": socket.gethostname(), "version": __version__, "wants": self._wants}
-        me |= {} if node is None else {"node": node}
-        writer.write(json.dumps(me).encode() + b"\n")
-        while (line := await asyncio.wait_for(reader.readline(), SILENT_S)) == b"\n":
-            pass  # a sign of life: it waits until the job has begun
-        said: dict[str, Any] = json.loads(line) if line else {"refused": "it closed the connection"}
-        if "refused" in said:
+        try:
+            me: dict[str, Any] = {"host": socket.gethostname(), "version": __version__, "wants": self._wants}
+            me |= {"id": self._id} | ({} if node is None else {"node": node})
+            writer.write(json.dumps(me).encode() + b"\n")
+            while (line := await asyncio.wait_for(reader.readline(), SILENT_S)) == b"\n":
+                pass  # a sign of life: it waits until the job has begun
+            said: dict[str, Any] = json.loads(line) if line else {"refused": "it closed the connection"}
+            if "refused" in said:
+                raise proof.RefusedError(said["refused"])
+        except BaseException:
             writer.close()
-            raise proof.RefusedError(said["refused"])
+            raise
         if node is None:
             self._local.open(said["node"], self._round_trip_s)
             self._loop.begin(local.serve(self._loop, self._store, self._forward))
@@ -166,7 +171,7 @@ class Gate:
         finally:
             beats.cancel()
             writer.close()
-        _log.warning("the connection with the door has ended: %s", why or type(why).__name__)
+        _log.warning("the connection with the door has ended: %s", str(why) or type(why).__name__)
         while True:
             await asyncio.sleep(_AGAIN_S)
             try:

@@ -18,6 +18,7 @@ from ringdp.launcher.door.local import LOOPBACK, Local, Loop
 
 CALL_S = 8.0
 """For a launcher that is called to dial back."""
+LOOK_S = 0.2
 BEAT_S = 2.0
 SILENT_S = 10.0
 LINE_BYTES = 4096
@@ -75,6 +76,7 @@ class Door:
         self._local = Local(self._loop, trust.secret, self._reach)
         self.folder = self._local.folder
         self._launchers: dict[int, _Launcher] = {}
+        self._ids: dict[int, str] = {}  # by node: of the launcher that has the number
         self._next_node = about.nodes  # of those that come later
         self._begun = asyncio.Event()
         self._calls: dict[int, asyncio.Future[socket.socket]] = {}
@@ -157,13 +159,14 @@ class Door:
         beats = asyncio.create_task(beat())
         try:
             said = _read(await asyncio.wait_for(reader.readline(), proof.ANSWER_S))
-            if not self._missing and self._about.elastic:
-                await self._begun.wait()
+            while self._about.elastic and not self._missing and "node" not in said and not self._begun.is_set():
+                await asyncio.sleep(LOOK_S)
             node, why = self._place(said)
             if node is None:
                 writer.write(_line({"refused": why}))
                 await writer.drain()
                 return
+            self._ids[node] = str(said.get("id"))
             launcher = self._launchers[node] = _Launcher(node, str(said.get("host", "?"))[:64], writer)
             writer.write(_line(dataclasses.asdict(self._about) | {"node": node}))
             await writer.drain()
@@ -172,7 +175,8 @@ class Door:
                 self._came(f"{launcher.host} has come through the door, as node {node}{rest}")
             while line := await asyncio.wait_for(reader.readline(), SILENT_S):
                 words = line.split()
-                if len(words) == 2 and words[0] == b"none" and (answer := self._calls.pop(int(words[1]), None)):
+                answer = self._calls.pop(int(words[1]), None) if len(words) == 2 and words[0] == b"none" else None
+                if answer is not None and not answer.done():
                     answer.set_exception(ConnectionRefusedError(f"no rank listens there on {launcher.host}"))
         finally:
             beats.cancel()
@@ -190,8 +194,9 @@ class Door:
         if said.get("version") != __version__:
             return None, f"it has ringdp {said.get('version')}, the job {__version__}"
         known = said.get("node")
-        if isinstance(known, int) and 0 <= known < self._next_node and known != self._about.here:
-            return known, ""  # its connection has ended
+        if known is not None:  # its connection has ended
+            mine = self._ids.get(known) if isinstance(known, int) else None
+            return (known, "") if mine == said.get("id") else (None, "another host has its number by now")
         wanted = said.get("wants")
         if not self._begun.is_set() and wanted is not None and wanted not in self._missing:
             return None, f"it wants to be node {wanted} (--node-rank), which is another host, or none of the job's"

@@ -41,7 +41,9 @@ class Passage:
         """torch's rendezvous handler of the nodes: node 0 of them would open a store, and there is one."""
         args = self.arguments.torchrun
         if isinstance(handler, StaticTCPRendezvous):
-            handler._store = TCPStore(args.master_addr, args.master_port, None, False, wait_for_workers=False)
+            handler._store = TCPStore(
+                args.master_addr, args.master_port, None, False, timeout=handler.timeout, wait_for_workers=False
+            )
 
     def begun(self) -> None:
         """This host's ranks have been started, which are among the first."""
@@ -73,9 +75,9 @@ def enter(arguments: Arguments, say: Callable[[str], None]) -> Passage | None:
     gate = Gate((host, port), trust, args.node_asked)
     try:
         about, node = gate.enter(args.rdzv_timeout or 600.0, say, lambda: joining.is_store(host, port))
-    except RefusedError as error:
+    except BaseException as error:
         gate.close()
-        if error.no_door and joining.is_store(host, port):
+        if isinstance(error, RefusedError) and error.no_door and joining.is_store(host, port):
             return None
         raise
     if node >= about.nodes:  # the ranks of the job have begun
@@ -90,7 +92,10 @@ def _open(arguments: Arguments, args: argparse.Namespace, trust: Trust, say: Cal
     nodes = int(args.nnodes.partition(":")[0])
     run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
     about = About(here=args.node_rank, nodes=nodes, run_id=run_id, elastic=args.elastic, max_restarts=args.max_restarts)
-    door = Door(args.door, trust, about, say)
+    try:
+        door = Door(args.door, trust, about, say)
+    except OSError as error:
+        raise RefusedError(f"--door {args.door}: {error.strerror or error}: choose another port") from error
     others = f": {nodes - 1} more to come" if nodes > 1 else ""
     say(f"the door is at port {door.port} of this host{others} (ringrun --join HOST:{door.port} --secret-file FILE)")
     return Passage(door, _behind(arguments, args, about, about.here, door.store_port, f"the door at port {door.port}"))
