@@ -10,12 +10,21 @@ TRY_S = 4.0
 """Seconds that a host tries to connect; a firewall that drops packets does not answer."""
 
 
+BACKLOG = 1024
+"""Connections that may wait at a port."""
+
+
+def open_port(port: int) -> socket.socket:
+    """A socket that listens at the port on all addresses. Raises OSError where it cannot."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
+
+
 def listen(port: int) -> socket.socket | None:
-    """A socket that listens at the port on all addresses; None where it cannot, of which the job says more later."""
+    """The same; None where it cannot, of which the job says more later."""
     with contextlib.suppress(OSError):
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        return open_port(port)
     return None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import json
 import logging
 import math
 import secrets
@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ringdp import __version__
+from ringdp.launcher import reach
+from ringdp.launcher.arguments import LOOPBACK
 from ringdp.launcher.door import local, proof
-from ringdp.launcher.door.head import BEAT_S, LINE_BYTES, SILENT_S, About
-from ringdp.launcher.door.local import LOOPBACK, Local, Loop
+from ringdp.launcher.door.head import About
+from ringdp.launcher.door.lines import Lines
+from ringdp.launcher.door.local import Local, Loop, Then
 
 _AGAIN_S = 1.0
 _REGISTER_S = 2.0
@@ -46,7 +49,7 @@ class Gate:
         self.folder = self._local.folder
         self._id = secrets.token_hex(16)  # by which the door knows it again
         self._round_trip_s = math.inf  # to the door, the shortest so far
-        self._store = local.listen(LOOPBACK, 0)
+        self._store = socket.create_server((LOOPBACK, 0), backlog=reach.BACKLOG)
         self.store_port: int = self._store.getsockname()[1]
 
     def enter(
@@ -57,7 +60,7 @@ class Gate:
 
         Args:
             say: is given lines for the user.
-            is_another: is asked where something listens and does not answer; True: it is no door.
+            is_another: is asked where something listens and is no door of this job; True: it is something else.
 
         Raises:
             RefusedError: it is not let in, or nobody answers.
@@ -84,7 +87,7 @@ class Gate:
                 raise proof.RefusedError(
                     f"{host}:{port} does not let this host in: {error}. Is it the port of --door, and --secret-file the"
                     " file of the job's first launcher?",
-                    no_door=True,
+                    no_door=is_another(),
                 ) from error
             waited_s = time.monotonic() - began_s
             if waited_s > timeout_s:
@@ -115,62 +118,41 @@ class Gate:
     async def _register(self, node: int | None = None) -> tuple[About, int]:
         """`node`: the number that this host has, whose connection has ended."""
         connection = await asyncio.wait_for(self._dial(proof.Kind.REGISTER), _REGISTER_S)
-        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
-        try:
+        async with contextlib.AsyncExitStack() as held:
+            lines = await held.enter_async_context(Lines(connection))
             me: dict[str, Any] = {"host": socket.gethostname(), "version": __version__, "wants": self._wants}
-            me |= {"id": self._id} | ({} if node is None else {"node": node})
-            writer.write(json.dumps(me).encode() + b"\n")
-            while (line := await asyncio.wait_for(reader.readline(), SILENT_S)) == b"\n":
-                pass  # a sign of life: it waits until the job has begun
-            said: dict[str, Any] = json.loads(line) if line else {"refused": "it closed the connection"}
+            await lines.tell(me | {"id": self._id} | ({} if node is None else {"node": node}))
+            try:
+                said = await lines.learn()
+            except proof.NotProvenError as error:
+                raise proof.RefusedError(str(error)) from error
             if "refused" in said:
                 raise proof.RefusedError(said["refused"])
-        except BaseException:
-            writer.close()
-            raise
-        if node is None:
-            self._local.open(said["node"], self._round_trip_s)
-            self._loop.begin(local.serve(self._loop, self._store, self._forward))
-        self._loop.begin(self._follow(reader, writer, said["node"]))
+            if node is None:
+                self._local.open(said["node"], self._round_trip_s)
+                self._loop.begin(local.serve(self._loop, self._store, self._forward))
+            self._loop.begin(self._follow(lines, said["node"], held.pop_all()))
         names = [field.name for field in dataclasses.fields(About)]
         return About(**{name: said[name] for name in names}), said["node"]
 
-    async def _forward(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
+    async def _forward(self, connection: socket.socket, authentic: Callable[[], None]) -> Then:
         """To the store. It listens on loopback, where the store itself would let anybody in."""
-
-        async def join() -> None:
-            try:
-                other = await self._dial(proof.Kind.STORE)
-            except BaseException:
-                connection.close()
-                raise
-            self._loop.join(connection, other)
-
-        return join
+        return lambda: self._loop.lead(connection, self._dial(proof.Kind.STORE))
 
     async def _reach(self, node: int, port: int) -> socket.socket:
         return await self._dial(proof.Kind.RELAY, proof.place_of(node, port))
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int) -> None:
-        """Until the connection with the door ends; then makes another one."""
-
-        async def beat() -> None:
-            while True:
-                writer.write(b"\n")
-                await asyncio.sleep(BEAT_S)
-
-        beats = asyncio.create_task(beat())
+    async def _follow(self, lines: Lines, node: int, held: contextlib.AsyncExitStack) -> None:
+        """Until the connection with the door, which `held` ends, has ended; then makes another one."""
         why: BaseException | str = "it closed it"
-        try:
-            while line := await asyncio.wait_for(reader.readline(), SILENT_S):
-                words = line.split()
-                if len(words) == 3 and words[0] == b"call":
-                    self._loop.begin(self._answer(int(words[1]), int(words[2]), writer))
-        except (asyncio.TimeoutError, ValueError, OSError) as error:
-            why = error
-        finally:
-            beats.cancel()
-            writer.close()
+        async with held:
+            try:
+                while line := await lines.hear():
+                    words = line.split()
+                    if len(words) == 3 and words[0] == b"call":
+                        self._loop.begin(self._answer(int(words[1]), int(words[2]), lines))
+            except (asyncio.TimeoutError, ValueError, OSError) as error:
+                why = error
         _log.warning("the connection with the door has ended: %s", str(why) or type(why).__name__)
         while True:
             await asyncio.sleep(_AGAIN_S)
@@ -183,15 +165,10 @@ class Gate:
             except (OSError, asyncio.TimeoutError, ValueError, proof.NotProvenError) as error:
                 _log.debug("the door does not answer: %s", error)
 
-    async def _answer(self, call: int, port: int, control: asyncio.StreamWriter) -> None:
+    async def _answer(self, call: int, port: int, lines: Lines) -> None:
         try:
             rank = await self._local.rank_at(port)
         except OSError:
-            control.write(f"none {call}\n".encode())
+            lines.say(f"none {call}".encode())
             raise
-        try:
-            connection = await self._dial(proof.Kind.ANSWER, call)
-        except BaseException:
-            rank.close()
-            raise
-        self._loop.join(rank, connection)
+        await self._loop.lead(rank, self._dial(proof.Kind.ANSWER, call))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -13,16 +11,15 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ringdp import __version__
+from ringdp.launcher import reach
+from ringdp.launcher.arguments import LOOPBACK
 from ringdp.launcher.door import local, proof
-from ringdp.launcher.door.local import LOOPBACK, Local, Loop
+from ringdp.launcher.door.lines import Lines
+from ringdp.launcher.door.local import Local, Loop, Then
 
 CALL_S = 8.0
 """For a launcher that is called to dial back."""
 LOOK_S = 0.2
-BEAT_S = 2.0
-SILENT_S = 10.0
-LINE_BYTES = 4096
-_log = logging.getLogger("ringdp.launch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +47,12 @@ class _Launcher:
 
     node: int
     host: str
-    writer: asyncio.StreamWriter
+    lines: Lines
 
 
 class Door:
-    """Invariant: `_launchers` has those whose connection lives, by node. All but `begun` and
-    `close` runs in the loop's thread.
+    """Invariant: `_launchers` has those whose connection lives, by node. All but `begun` and `close` runs in the loop's
+    thread.
 
     Attributes:
         port: at which others dial.
@@ -69,7 +66,7 @@ class Door:
     def __init__(self, port: int, trust: proof.Trust, about: About, came: Callable[[str], None]) -> None:
         """`came`: is given a line where another host has come."""
         self._about, self._trust, self._came = about, trust, came
-        self._public = local.listen("", port)
+        self._public = reach.open_port(port)
         self.port: int = self._public.getsockname()[1]
         self._store, self.store_port = loopback_store()
         self._loop = Loop(trust)
@@ -96,7 +93,7 @@ class Door:
         self._local.open(self._about.here, 0.0)
         self._loop.begin(local.serve(self._loop, self._public, self._greet, proof.MAGIC))
 
-    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
+    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Then:
         kind, value, key = await proof.hear(connection, self._trust, authentic)
         if kind in (proof.Kind.REGISTER, proof.Kind.STORE):  # ranks protect what is relayed by themselves
             connection = self._loop.protect(connection, key, dialled=False)
@@ -104,23 +101,11 @@ class Door:
             return lambda: self._answered(connection, value)
         if kind is proof.Kind.REGISTER:
             return lambda: self._register(connection)
+        if kind is proof.Kind.STORE:
+            return lambda: self._loop.lead(connection, local.connect(LOOPBACK, self.store_port))
         node, port = proof.node_and_port(value)
-
-        async def join() -> None:
-            try:
-                other = await (
-                    local.connect(LOOPBACK, self.store_port)
-                    if kind is proof.Kind.STORE
-                    else self._local.rank_at(port)
-                    if node == self._about.here
-                    else self._reach(node, port)
-                )
-            except BaseException:
-                connection.close()
-                raise
-            self._loop.join(connection, other)
-
-        return join
+        here = node == self._about.here
+        return lambda: self._loop.lead(connection, self._local.rank_at(port) if here else self._reach(node, port))
 
     # Relayed connections.
 
@@ -133,12 +118,12 @@ class Door:
         call = self._last_call
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
         try:
-            launcher.writer.write(f"call {call} {port}\n".encode())
+            launcher.lines.say(f"call {call} {port}".encode())
             return await asyncio.wait_for(answer, CALL_S)
         finally:
             self._calls.pop(call, None)
 
-    def _answered(self, connection: socket.socket, call: int) -> None:
+    async def _answered(self, connection: socket.socket, call: int) -> None:
         answer = self._calls.pop(call, None)
         if answer is None or answer.done():
             connection.close()
@@ -148,41 +133,29 @@ class Door:
     # Launchers of other hosts.
 
     async def _register(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
-        launcher = None
-
-        async def beat() -> None:
-            while True:
-                await asyncio.sleep(BEAT_S)
-                writer.write(b"\n")
-
-        beats = asyncio.create_task(beat())
-        try:
-            said = _read(await asyncio.wait_for(reader.readline(), proof.ANSWER_S))
+        async with Lines(connection) as lines:
+            said = await lines.learn()
             while self._about.elastic and not self._missing and "node" not in said and not self._begun.is_set():
                 await asyncio.sleep(LOOK_S)
             node, why = self._place(said)
             if node is None:
-                writer.write(_line({"refused": why}))
-                await writer.drain()
+                await lines.tell({"refused": why})
                 return
             self._ids[node] = str(said.get("id"))
-            launcher = self._launchers[node] = _Launcher(node, str(said.get("host", "?"))[:64], writer)
-            writer.write(_line(dataclasses.asdict(self._about) | {"node": node}))
-            await writer.drain()
-            if "node" not in said:
-                rest = f", {len(self._missing)} more to come" if self._missing else ""
-                self._came(f"{launcher.host} has come through the door, as node {node}{rest}")
-            while line := await asyncio.wait_for(reader.readline(), SILENT_S):
-                words = line.split()
-                answer = self._calls.pop(int(words[1]), None) if len(words) == 2 and words[0] == b"none" else None
-                if answer is not None and not answer.done():
-                    answer.set_exception(ConnectionRefusedError(f"no rank listens there on {launcher.host}"))
-        finally:
-            beats.cancel()
-            if launcher is not None and self._launchers.get(launcher.node) is launcher:
-                del self._launchers[launcher.node]
-            writer.close()
+            launcher = self._launchers[node] = _Launcher(node, str(said.get("host", "?"))[:64], lines)
+            try:
+                await lines.tell(dataclasses.asdict(self._about) | {"node": node})
+                if "node" not in said:
+                    rest = f", {len(self._missing)} more to come" if self._missing else ""
+                    self._came(f"{launcher.host} has come through the door, as node {node}{rest}")
+                while line := await lines.hear():
+                    words = line.split()
+                    answer = self._calls.pop(int(words[1]), None) if len(words) == 2 and words[0] == b"none" else None
+                    if answer is not None and not answer.done():
+                        answer.set_exception(ConnectionRefusedError(f"no rank listens there on {launcher.host}"))
+            finally:
+                if self._launchers.get(node) is launcher:
+                    del self._launchers[node]
 
     @property
     def _missing(self) -> list[int]:
@@ -226,17 +199,3 @@ def loopback_store() -> tuple[TCPStore, int]:
         ),
         port,
     )
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode() + b"\n"
-
-
-def _read(line: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise proof.NotProvenError("it has sent no line of JSON")
-    return content

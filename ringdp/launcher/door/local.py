@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from ringdp.launcher import reach
+from ringdp.launcher.arguments import LOOPBACK
 from ringdp.launcher.door import proof
 
-LOOPBACK = "127.0.0.1"
 _PROVE_S = 2.0  # for a connection to prove what it is
 _HEAD_START_S = 0.25  # of an address before the next one (RFC 8305)
 _MOST_UNPROVED = 256
-_BACKLOG = 1024
 _log = logging.getLogger("ringdp.launch")
 
 
@@ -35,7 +35,7 @@ class Loop:
     def __init__(self, trust: proof.Trust) -> None:
         from ringdp import _C
 
-        self.relay = _C.Relay()
+        self._relay = _C.Relay()
         self._bridge = _C.TlsBridge(trust.config) if trust.tls else None
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -55,14 +55,14 @@ class Loop:
         self.call(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        del self.relay
+        del self._relay
         self._bridge = None
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run it there, and wait for its result. From another thread."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(timeout_s)
+            return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -98,9 +98,14 @@ class Loop:
         self._bridge.join(its.detach(), connection.detach(), key, dialled)
         return mine
 
-    def join(self, one: socket.socket, other: socket.socket) -> None:
-        """From now on the relay moves their bytes."""
-        self.relay.join(one.detach(), other.detach())
+    async def lead(self, connection: socket.socket, to: Awaitable[socket.socket]) -> None:
+        """From now on the relay moves its bytes to and from what `to` gives; it is closed where that fails."""
+        try:
+            other = await to
+        except BaseException:
+            connection.close()
+            raise
+        self._relay.join(connection.detach(), other.detach())
 
 
 class Strangers:
@@ -131,7 +136,8 @@ class Strangers:
                 oldest.shutdown(socket.SHUT_RDWR)
 
 
-Greet = Callable[[socket.socket, Callable[[], None]], Awaitable[Callable[[], Any]]]
+Then = Callable[[], Awaitable[None]]
+Greet = Callable[[socket.socket, Callable[[], None]], Awaitable[Then]]
 """Proves a connection, calls the function when its first message is authentic, and returns what happens then."""
 
 
@@ -154,9 +160,7 @@ async def serve(loop: Loop, listener: socket.socket, greet: Greet, magic: bytes 
             strangers.remove(connection)
             if then is None:
                 connection.close()
-        result = then()
-        if asyncio.iscoroutine(result):
-            await result
+        await then()
 
     while True:
         try:
@@ -231,28 +235,19 @@ async def connect(host: str, port: int, timeout_s: float = proof.ANSWER_S) -> so
                 task.result().close()
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Raises OSError where it cannot."""
-    if address:
-        return socket.create_server((address, port), backlog=_BACKLOG)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
-
-
 class Local:
     """The folder by which ranks of this host and their launcher find each other: "door" in it has the port that ranks
     dial, the number of this host, and the microseconds of a round trip to the door; a file named by its port stands for
     each port at which a rank listens. Invariant: this process connects others to such a port alone.
 
     Args:
-        reach: connects with a rank by its node and port; of other hosts.
+        connect_to: a rank of another host, by its node and port.
     """
 
-    def __init__(self, loop: Loop, secret: bytes, reach: Callable[[int, int], Awaitable[socket.socket]]) -> None:
+    def __init__(self, loop: Loop, secret: bytes, connect_to: Callable[[int, int], Awaitable[socket.socket]]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ringdp-door-"))  # of mode 0700
-        self._loop, self._secret, self._reach = loop, secret, reach
-        self._listener = listen(LOOPBACK, 0)
+        self._loop, self._secret, self._connect_to = loop, secret, connect_to
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=reach.BACKLOG)
 
     def open(self, node: int, round_trip_s: float) -> None:
         """This host is that node, so far from the door. From the loop's thread."""
@@ -275,15 +270,6 @@ class Local:
             raise ConnectionRefusedError(f"no rank of this job listens at port {port}")
         return await connect(LOOPBACK, port)
 
-    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Callable[[], Any]:
+    async def _greet(self, connection: socket.socket, authentic: Callable[[], None]) -> Then:
         node, port = proof.read_wish(await proof.receive(connection, proof.WISH_BYTES), self._secret)
-
-        async def join() -> None:
-            try:
-                other = await self._reach(node, port)
-            except BaseException:
-                connection.close()
-                raise
-            self._loop.join(connection, other)
-
-        return join
+        return lambda: self._loop.lead(connection, self._connect_to(node, port))

@@ -13,10 +13,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from ringdp.config import RingConfig, read_address
 from ringdp.launcher import joining
-from ringdp.launcher.arguments import Arguments, meeting_of
+from ringdp.launcher.arguments import LOOPBACK, Arguments, meeting_of
 from ringdp.launcher.door.gate import Gate
 from ringdp.launcher.door.head import About, Door
-from ringdp.launcher.door.local import LOOPBACK
 from ringdp.launcher.door.proof import RefusedError, Trust
 
 
@@ -64,20 +63,18 @@ def enter(arguments: Arguments, say: Callable[[str], None]) -> Passage | None:
     args = arguments.torchrun
     if arguments.secret_file is None:  # one that this launcher has made for itself opens no door
         return None
-    if args.door is None and args.join is None:
+    if args.door is None and (args.join is None or args.joins_store):
         return None
     trust = Trust(RingConfig.from_environment())
     if args.door is not None:
         return _open(arguments, args, trust, say)
     host, port = read_address(args.join)
-    if args.joins_store:
-        return None
     gate = Gate((host, port), trust, args.node_asked)
     try:
         about, node = gate.enter(args.rdzv_timeout or 600.0, say, lambda: joining.is_store(host, port))
     except BaseException as error:
         gate.close()
-        if isinstance(error, RefusedError) and error.no_door and joining.is_store(host, port):
+        if isinstance(error, RefusedError) and error.no_door:
             return None
         raise
     if node >= about.nodes:  # the ranks of the job have begun

@@ -77,7 +77,7 @@ class RefusedError(Exception):
     """The door does not let this host in; says why.
 
     Attributes:
-        no_door: what listens there is none, or has another secret.
+        no_door: what listens there is something else.
     """
 
     def __init__(self, text: str, *, no_door: bool = False) -> None:
