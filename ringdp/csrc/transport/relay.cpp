@@ -3,9 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <pthread.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/thread.h"
 #include "transport/congestion.h"
 #include "transport/tcp.h"
 
@@ -37,22 +36,16 @@ void prepare(int socket) {
 
 }  // namespace
 
-Relay::Relay() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!epoll_ || !wakeup_) throw_system("make the descriptors of a relay", errno);
+Relay::Relay() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+  if (!epoll_) throw_system("make the descriptor of a relay", errno);
   epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) != 0) throw_system("watch a descriptor", errno);
-  thread_ = std::make_unique<std::thread>([this] { run(); });
-  pthread_setname_np(thread_->native_handle(), "relay");
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, coming_.fd(), &event) != 0) throw_system("watch a descriptor", errno);
+  thread_ = start_thread("relay", [this] { run(); });
 }
 
 Relay::~Relay() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
-  thread_->join();
+  coming_.stop();
+  end_thread(thread_);
 }
 
 void Relay::join(Fd one, Fd other) {
@@ -80,18 +73,10 @@ void Relay::join(Fd one, Fd other) {
     setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
     pair.hosts.emplace_back(socket);
   }
-  {
-    std::lock_guard lock(mutex_);
-    coming_.push_back(std::move(pair));
-  }
-  const uint64_t word = 1;
-  [[maybe_unused]] const auto written = write(wakeup_.get(), &word, sizeof word);
+  coming_.add(std::move(pair));
 }
 
-Relay::Counts Relay::counts() const {
-  std::lock_guard lock(mutex_);
-  return counts_;
-}
+Relay::Counts Relay::counts() const { return {.pairs = count_, .bytes = bytes_}; }
 
 void Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
   constexpr unsigned kFlags = SPLICE_F_MOVE | SPLICE_F_NONBLOCK;
@@ -131,10 +116,7 @@ bool Relay::pump(Pair& pair) {
   pair.there.move(bytes, there);
   pair.back.move(bytes, back);
   pair.waits = there == 0 || back == 0;
-  if (bytes > 0) {
-    std::lock_guard lock(mutex_);
-    counts_.bytes += bytes;
-  }
+  bytes_ += bytes;
   if ((pair.there.deaf || pair.back.deaf) && !pair.ends_at)
     pair.ends_at = Clock::now() + std::chrono::milliseconds(kLastMs);
   return !(pair.there.over() && pair.back.over());
@@ -144,8 +126,7 @@ void Relay::drop(std::list<Pair>::iterator pair) {
   // A forked child may hold copies until it calls exec: closing alone would leave them registered.
   for (const int socket : {pair->one.get(), pair->other.get()}) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);
   pairs_.erase(pair);
-  std::lock_guard lock(mutex_);
-  counts_.pairs = pairs_.size() + coming_.size();
+  count_ = pairs_.size();
 }
 
 void Relay::look_at_hosts() {
@@ -166,15 +147,8 @@ void Relay::run() {
     const int count = epoll_wait(epoll_.get(), events.data(), events.size(), waits ? 0 : kLookMs);
     for (int i = 0; i < count; ++i)
       if (events[i].data.ptr != nullptr) static_cast<Pair*>(events[i].data.ptr)->waits = true;
-    uint64_t word = 0;
-    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
     std::list<Pair> coming;
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) break;
-      coming.swap(coming_);
-      counts_.pairs = pairs_.size() + coming.size();
-    }
+    if (!coming_.take(coming)) break;
     for (Pair& pair : coming) {
       pair.waits = true;
       for (const int socket : {pair.one.get(), pair.other.get()}) {
@@ -182,7 +156,8 @@ void Relay::run() {
         epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, socket, &event);
       }
     }
-    pairs_.splice(pairs_.end(), coming);  // their places in memory stay
+    pairs_.splice(pairs_.end(), coming);
+    count_ = pairs_.size();
     waits = false;
     for (auto it = pairs_.begin(); it != pairs_.end();) {
       auto pair = it++;

@@ -4,16 +4,18 @@
 // launcher, which has one thread "relay" for all of its pairs; `join` and `counts` are for any thread.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "transport/inbox.h"
 #include "transport/tcp_health.h"
 
 namespace ringdp {
@@ -61,14 +63,12 @@ class Relay {
   void look_at_hosts();
   void drop(std::list<Pair>::iterator pair);
 
-  Fd epoll_, wakeup_;
+  Fd epoll_;
   std::list<Pair> pairs_;  // of the thread
   Clock::time_point looked_at_ = Clock::now();
-
-  mutable std::mutex mutex_;  // guards the members below
-  std::list<Pair> coming_;
-  Counts counts_;
-  bool stopping_ = false;
+  Inbox<Pair> coming_;
+  std::atomic<std::size_t> count_{0};
+  std::atomic<uint64_t> bytes_{0};
   std::unique_ptr<std::thread> thread_;
 };
 

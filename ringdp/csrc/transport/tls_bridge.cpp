@@ -2,17 +2,14 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <utility>
 
-#include "base/error.h"
+#include "base/thread.h"
 #include "transport/tcp.h"
 
 namespace ringdp {
@@ -32,21 +29,13 @@ bool send_from(std::vector<std::byte>& bytes, int socket) {
 
 }  // namespace
 
-TlsBridge::TlsBridge(const TlsSettings& settings)
-    : context_(make_tls_context(settings)), wakeup_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!wakeup_) throw_system("make a descriptor for TLS", errno);
-  thread_ = std::make_unique<std::thread>([this] { run(); });
-  pthread_setname_np(thread_->native_handle(), "tls-bridge");
+TlsBridge::TlsBridge(const TlsSettings& settings) : context_(make_tls_context(settings)) {
+  thread_ = start_thread("tls-bridge", [this] { run(); });
 }
 
 TlsBridge::~TlsBridge() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
-  thread_->join();
+  coming_.stop();
+  end_thread(thread_);
 }
 
 void TlsBridge::join(Fd plain, Fd connection, const Digest& key, bool dialled) {
@@ -55,12 +44,7 @@ void TlsBridge::join(Fd plain, Fd connection, const Digest& key, bool dialled) {
   auto channel = make_tls_channel(make_tcp_channel(std::move(connection)),
                                   Protection{.tls = context_, .key = key, .dialled = dialled});
   channel->path()->watch_host(kSilenceMs);
-  {
-    std::lock_guard lock(mutex_);
-    coming_.push_back({.plain = std::move(plain), .channel = std::move(channel)});
-  }
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = write(wakeup_.get(), &one, sizeof one);
+  coming_.add({.plain = std::move(plain), .channel = std::move(channel)});
 }
 
 bool TlsBridge::pump(Pair& pair) {
@@ -97,16 +81,9 @@ bool TlsBridge::pump(Pair& pair) {
 void TlsBridge::run() {
   std::list<Pair> pairs;
   std::vector<pollfd> polled;
-  for (;;) {
-    uint64_t word = 0;
-    [[maybe_unused]] const auto taken = read(wakeup_.get(), &word, sizeof word);
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) return;
-      pairs.splice(pairs.end(), coming_);
-    }
+  while (coming_.take(pairs)) {
     pairs.remove_if([this](Pair& pair) { return !pump(pair); });
-    polled.assign(1, {wakeup_.get(), POLLIN, 0});
+    polled.assign(1, {coming_.fd(), POLLIN, 0});
     int wait_ms = kLookMs;
     for (const Pair& pair : pairs) {
       const bool reads = !pair.plain_ended && pair.out.size() < kBufferBytes;

@@ -4,14 +4,13 @@
 // `join` is for any thread.
 #pragma once
 
-#include <list>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "transport/inbox.h"
 #include "transport/tls.h"
 
 namespace ringdp {
@@ -41,11 +40,7 @@ class TlsBridge {
   bool pump(Pair& pair);  // false: it is over
 
   const std::shared_ptr<const TlsContext> context_;
-  Fd wakeup_;
-
-  std::mutex mutex_;  // guards the members below
-  std::list<Pair> coming_;
-  bool stopping_ = false;
+  Inbox<Pair> coming_;
   std::unique_ptr<std::thread> thread_;
 };
 
