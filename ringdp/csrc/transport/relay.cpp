@@ -87,7 +87,9 @@ void Relay::Way::move(uint64_t& bytes, std::size_t& budget) {
                                  : splice(from, nullptr, in.get(), nullptr, kPipeBytes, kFlags);
       moved = count > 0 || (count < 0 && errno == EINTR);
       if (count > 0 && !deaf) held += static_cast<std::size_t>(count);
-      if (count == 0 || (count < 0 && errno != EINTR && !would_wait(errno))) ended = true;
+      const bool failed = count < 0 && errno != EINTR && !would_wait(errno);
+      ended = count == 0 || failed;
+      broken = broken || failed;
     }
     if (held > 0) {
       const ssize_t count = splice(out.get(), nullptr, to, nullptr, held, kFlags);
@@ -117,6 +119,8 @@ bool Relay::pump(Pair& pair) {
   pair.back.move(bytes, back);
   pair.waits = there == 0 || back == 0;
   bytes_ += bytes;
+  pair.there.deaf = pair.there.deaf || pair.back.broken;  // a socket that breaks does so both ways
+  pair.back.deaf = pair.back.deaf || pair.there.broken;
   if ((pair.there.deaf || pair.back.deaf) && !pair.ends_at)
     pair.ends_at = Clock::now() + std::chrono::milliseconds(kLastMs);
   return !(pair.there.over() && pair.back.over());

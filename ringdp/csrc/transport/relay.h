@@ -46,6 +46,7 @@ class Relay {
     std::size_t held = 0;    // bytes in the pipe
     bool ended = false;      // `from` has no more bytes
     bool passed_on = false;  // `to` knows that
+    bool broken = false;     // `from` has, and did not just end
     bool deaf = false;       // `to` takes nothing any more: what comes is thrown away, so that it is not reset
     void move(uint64_t& bytes, std::size_t& budget);
     bool over() const { return passed_on; }
