@@ -479,6 +479,28 @@ class RowDirectory:
     def capacity(self) -> int:
         """One above the largest row there ever was."""
 
+class Mailbox:
+    """Messages of a header and a payload between the members of a group, over ring."""
+
+    def __init__(self, *, group: ProcessGroup, name: str, most_bytes: int) -> None:
+        """`name`: the same on all members, never used before. `most_bytes`: of a payload that comes."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+    def expect(self, source: int) -> None:
+        """Take one more message of that member when it comes."""
+
+    def next(self, source: int, timeout_ms: int) -> tuple[int, bytes | None, torch.Tensor | None] | None:
+        """(member, header, payload) of the next message of that member, or of any one (-1); None after the time, or
+        when it is closed. A member that is lost: (member, None, None), once; PeerLostError where it is `source`.
+        """
+
+    def send(self, to: int, header: bytes, payload: torch.Tensor | None, *, waits: bool) -> int:
+        """Send a message; its payload is read until the member has taken it. `waits`: first until little is on its
+        way to it. Returns for how many nanoseconds.
+        """
+
 class GradientMarks:
     """Which gradients are still what a backward left."""
 

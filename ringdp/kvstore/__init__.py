@@ -9,8 +9,9 @@ There is no server: a key's values are cut into a slice for each rank. A push is
 slices, an update runs on the owner, and a pull is an all-gather.
 """
 
+from ringdp.kvstore.async_store import AsyncStats, AsyncStore
 from ringdp.kvstore.attached import Attached
 from ringdp.kvstore.store import KVStore, create
 from ringdp.kvstore.trainer import Trainer
 
-__all__ = ["Attached", "KVStore", "Trainer", "create"]
+__all__ = ["AsyncStats", "AsyncStore", "Attached", "KVStore", "Trainer", "create"]

@@ -48,14 +48,29 @@ class Table:
         group: whose ranks own the slices; None: this rank owns everything.
         average: pushes are averaged over the ranks, not added.
         description: the description of the store, which must be equal on all ranks.
+        owners: the ranks of the group that own slices, on the CPU, in their order: of an asynchronous store. None: all,
+            on the devices of the keys, or each by itself in an elastic job.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, average: bool, description: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        average: bool,
+        description: str,
+        owners: Sequence[int] | None = None,
+    ) -> None:
         self.group = group
-        self.replicated = group is not None and is_elastic(group)
+        self.replicated = owners is None and group is not None and is_elastic(group)
         self._owning = None if self.replicated else group  # the ranks that own slices; None: this one owns everything
-        self.rank = 0 if self._owning is None else self._owning.rank()
-        self.ranks = 1 if self._owning is None else self._owning.size()
+        self._on_cpu = owners is not None
+        if owners is None:
+            owners = range(1 if self._owning is None else self._owning.size())
+        rank = 0 if self._owning is None else self._owning.rank()
+        self.rank = (
+            list(owners).index(rank) if rank in owners else -1
+        )  # this rank's place among the owners, if it is one
+        self.ranks = len(owners)
         self.average = average
         self.update: Update = Assign()
         self.compression: CompressedPushes | None = None
@@ -111,6 +126,11 @@ class Table:
         if compressor is not None and self.group is not None and self.group.size() > 1:
             self.compression = CompressedPushes(compressor, self.group)
         self._stale = True
+
+    @property
+    def settled(self) -> bool:
+        """The ranks have compared everything."""
+        return not self._stale
 
     def compare_later(self, name: str, text: str) -> None:
         """Have the ranks compare this text before the table is used next."""
@@ -169,12 +189,16 @@ class Table:
         for name, value in new.items():
             cut = self._owners.cut(value.numel(), value.dtype.itemsize)
             device = value.device if self.group is None else device_for(self.group, value.device)
+            if self._on_cpu:
+                device = torch.device("cpu")
             self.keys[name] = Key(name, tuple(value.shape), value.dtype, device, cut)
             by_type.setdefault((value.dtype, device), []).append(name)
         for (_, device), names in by_type.items():
             together = self._of_first_rank(names, torch.cat([flat(new[name]).to(device) for name in names]))
             for name, value in zip(names, together.split([new[name].numel() for name in names]), strict=True):
-                self.slices[name] = self.keys[name].cut.slice_of(value, self.rank)
+                self.slices[name] = (
+                    value.new_empty(0) if self.rank < 0 else self.keys[name].cut.slice_of(value, self.rank)
+                )
 
     def _of_first_rank(self, names: Sequence[str], mine: Tensor) -> Tensor:
         group = self.group

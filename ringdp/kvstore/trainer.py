@@ -99,9 +99,9 @@ class Trainer:
         scale = self._scale(batch_size)
         if self._on_store:
             fresh = self._fresh(ignore_stale_grad)
-            grads = [it.grad for it in fresh.values()]
+            grads = [it.grad for it in fresh.values() if it.grad is not None]  # all of them
             values = [it.detach() for it in fresh.values()]
-            self.kvstore.pushpull(list(fresh), grads, values, scale=scale)
+            self.kvstore._exchange(list(fresh), grads, values, scale)
         else:
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size, ignore_stale_grad)
@@ -145,7 +145,7 @@ class Trainer:
                 f"parameters without gradient: {', '.join(stale)}. Call backward first, or step(…,"
                 " ignore_stale_grad=True) on all ranks to leave them as they are"
             )
-            self.kvstore._table.operations.refuse(error)
+            self.kvstore._refuse(error)
             raise error
         return {name: it for name, it in self._parameters.items() if it.grad is not None}
 
@@ -153,7 +153,7 @@ class Trainer:
         try:
             return 1.0 / check_number("batch_size", batch_size, above=0.0)
         except InvalidArgumentError as error:
-            self.kvstore._table.operations.refuse(error)
+            self.kvstore._refuse(error)
             raise
 
     def _require_local(self, what: str) -> torch.optim.Optimizer:

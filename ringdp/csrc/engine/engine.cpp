@@ -193,10 +193,10 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
   in_flight.work = std::make_shared<Work>(group_id, identity.sequence, CompletionQueue::issuing_lane(), identity.text(),
                                           std::move(submission.on_done));
   in_flight.moved_at = in_flight.asked_at = now;
-  in_flight.record = recorder_.begin(group_id, identity, now, submission.call_site);
+  if (!group->rests) in_flight.record = recorder_.begin(group_id, identity, now, submission.call_site);
   in_flight.operation = std::move(submission.operation);
   in_flight.keep_alive = std::move(submission.keep_alive);
-  in_flight.deadline = Deadline::after_ms(submission.timeout_ms, now);
+  in_flight.deadline = group->rests ? Deadline::never() : Deadline::after_ms(submission.timeout_ms, now);
   in_flight.timeout_ms = submission.timeout_ms;
   std::shared_ptr<Work> work = in_flight.work;
   progress_.submit(group, std::move(in_flight), submission.caller_waits);
@@ -293,6 +293,10 @@ std::vector<int> Engine::unreachable(const std::vector<int>& places) {
       if (const Link* link = links_[place]; link != nullptr && !link->usable()) found.push_back(place);
   });
   return found;
+}
+
+void Engine::let_rest(uint64_t id) {
+  if (const GroupPtr group = groups_.find(id)) group->rests = true;
 }
 
 std::exception_ptr Engine::failure_of(uint64_t id) const {

@@ -75,6 +75,7 @@ class Engine {
   void listen(uint64_t group, std::weak_ptr<const FailureListener> listener);
   // Those of these places whose connection is lost. Looks at all links first.
   std::vector<int> unreachable(const std::vector<int>& places);
+  void let_rest(uint64_t group);  // see OpenGroup
   // The group's first failure; null if it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
 

@@ -103,6 +103,10 @@ class OpenGroup {
   // See Engine::listen.
   void on_failure(std::weak_ptr<const FailureListener> listener) { engine_->listen(id_, std::move(listener)); }
 
+  // From now on its operations may stay pending for as long as the job lasts: they have no deadline, nobody is warned
+  // that they wait, and dumps do not have them.
+  void let_rest() { engine_->let_rest(id_); }
+
   uint64_t id() const { return id_; }  // its number on the wire
   // of which it is a view; null: its members do not change
   std::shared_ptr<ElasticGroup> elastic() const { return elastic_.lock(); }

@@ -138,6 +138,7 @@ class GroupState {
   const std::vector<int> neighbours;  // places in the world; of a group that need not be connected each to each
   const std::string name;
   std::atomic<bool> outlives_losses{false};  // see Engine; any thread
+  std::atomic<bool> rests{false};            // see OpenGroup::let_rest; any thread
   // used by ProgramThreads, the latest ones; guarded by the mutex of the role
   std::vector<CallingThread> callers;
 

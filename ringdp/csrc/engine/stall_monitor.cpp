@@ -74,7 +74,7 @@ void StallMonitor::look(Clock::time_point now) {
   if (now < next_look_) return;
   next_look_ = now + kLookPeriod;
   for (const GroupPtr& group : groups_.busy()) {
-    if (group->failing) continue;
+    if (group->failing || group->rests) continue;
     if (!group->active.empty()) watch(*group, group->active.front(), now);
     for (std::size_t i = 0; i < std::min(group->nested.size(), kWatchedNested); ++i)
       if (group->in_the_way(group->nested[i]) == nullptr) watch(*group, group->nested[i], now);
@@ -239,7 +239,7 @@ PeerState StallMonitor::state_of(int asker, uint64_t group_id, uint64_t sequence
     state.since_call_ms = ms_between(Clock::time_point(Clock::duration(called_at)), Clock::now());
   for (const GroupPtr& other : groups_.busy()) {
     const InFlight* in_flight = other->oldest();
-    if (other == group || in_flight == nullptr) continue;
+    if (other == group || other->rests || in_flight == nullptr) continue;
     state.elsewhere = in_group(in_flight->work->text(), *other);
     break;
   }

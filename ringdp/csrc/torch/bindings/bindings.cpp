@@ -24,6 +24,7 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_rows(module);
   ringdp::bind_row_index(module);
   ringdp::bind_low_rank(module);
+  ringdp::bind_mailbox(module);
   ringdp::bind_cuda_kernels(module);
   ringdp::bind_loss_scale(module);
   ringdp::bind_gradient_marks(module);

@@ -40,6 +40,7 @@ void bind_rows(pybind11::module_& module);
 void bind_small_sum(pybind11::module_& module);
 void bind_sparse_codes(pybind11::module_& module);
 void bind_low_rank(pybind11::module_& module);
+void bind_mailbox(pybind11::module_& module);
 void bind_work(pybind11::module_& module);
 
 }  // namespace ringdp

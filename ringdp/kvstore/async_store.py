@@ -1,0 +1,460 @@
+"""AsyncStore: `dist_async`, where no worker waits for another that is less than `staleness` clocks behind."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import dataclasses
+import functools
+import os
+import struct
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringdp import refusals
+from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
+from ringdp.kvstore import slices
+from ringdp.kvstore.attached import Attached
+from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, flat, summed
+from ringdp.kvstore.messages import Kind
+from ringdp.kvstore.service import Members, Service
+from ringdp.kvstore.slices import Lot, Slices
+from ringdp.kvstore.store import KVStore
+from ringdp.kvstore.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncStats:
+    """Of one worker, since the store was made.
+
+    Attributes:
+        clock: how often it has called `step`.
+        staleness: how many answers had which age: by how many clocks the slowest worker was behind this one.
+        waited_s: by owner, for how long this worker waited for it: where one is far above the others, that owner or the
+            way to it is slow.
+        held_s: for how long it waited for slow workers.
+        pushes: that this rank's owner has applied.
+        lost_pushes: that count nowhere, because their worker or owner was lost.
+    """
+
+    clock: int
+    staleness: Mapping[int, int]
+    waited_s: Mapping[int, float]
+    held_s: float
+    pushes: int
+    lost_pushes: int
+
+
+class AsyncStore(KVStore):
+    """Keys with values to which each worker pushes and from which it pulls when it likes: ``create("dist_async")``.
+
+    As `KVStore`, with these differences. A push goes to the owners at once and does not wait; they apply it as it
+    comes, by the optimizer or updater. Each worker has a clock, which ticks at `step`. With ``staleness=s`` a pull, or
+    a push, waits until no worker is more than s clocks behind; with 0 the pushes of a clock are added up in the order
+    of the workers and applied together, with the bits of ``dist_sync``. A worker sees its own pushes in what it pulls,
+    and each key as one update left it.
+
+    `init`, `set_optimizer`, `set_updater`, `load`, `state_dict` and `load_state_dict` are calls of all ranks. A worker
+    that goes calls `close`, as the end of a program does; it returns when all workers have.
+
+    Attributes:
+        age: the largest of the answers to the last pull, in clocks.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, reduce: str, staleness: int | None, servers: int, compensates: bool
+    ) -> None:
+        members = Members.of(group, servers)
+        super().__init__("dist_async", None, reduce)
+        described = f"dist_async, reduce={reduce!r}, {staleness=}, {servers=}, compensation={compensates}"
+        self._table = Table(group, average=reduce == "mean", description=described, owners=members.owners)
+        self._members, self._staleness = members, staleness
+        self._served: Slices | None = None
+        if members.owns:
+            average = len(members.workers) if reduce == "mean" else 1
+            self._served = Slices(members.owners.index(members.rank), average, compensates=compensates)
+        self._service = Service(members, self._served, staleness)
+        self._lots: dict[tuple[str, ...], list[tuple[int, Lot]]] = {}
+        self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
+        self._ages: collections.Counter[int] = collections.Counter()
+        self._saves: dict[int, int] = {}  # the last one's requests, by owner, whose answers nobody has looked at
+        self._lost_pushes = 0
+        self.age = 0
+        _alive.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # after the groups', and so before them
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the workers, or among the servers, from 0."""
+        peers = self._members.workers if self._members.works else self._members.owners
+        return peers.index(self._members.rank)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._members.workers)
+
+    @property
+    def is_server(self) -> bool:
+        """This rank serves alone: it calls `serve`."""
+        return not self._members.works
+
+    # Values.
+
+    def push(self, key: KeyName | Sequence[KeyName], value: Values, priority: int = 0, *, scale: float = 1.0) -> None:
+        """Send gradients to the owners, which apply them; they are copied.
+
+        Args:
+            scale: the sum of the gradients is multiplied by it before the update.
+
+        Raises:
+            InvalidArgumentError: a key that was never initialised, a value of another shape or type, or one with a NaN
+                or an infinity.
+            InvalidStateError: with another staleness than 0 the store has no optimizer and no updater; with 0 the key
+                was pushed in this clock already.
+            PeerLostError: an owner is lost.
+        """
+        check_priority("push", priority)
+        scale = check_number("push: scale", scale)
+        given = by_key("push", key, value)
+        self._settle()
+        self._table.check_all("push", given)
+        self._require_update(given)
+        values = {name: summed(tensors, torch.device("cpu")) for name, tensors in given.items()}
+        for name, one in values.items():
+            _require_finite(name, one, self._members.rank)
+        if self._staleness == 0:
+            self._in_this_clock.update(values)
+        for owner, lot in self._lots_of(tuple(values)):
+            body = lot.room()
+            place = self._members.owners.index(owner)
+            for name, view in lot.views(body).items():
+                _gather(view, self._table.keys[name].cut.slices(values[name], place))
+            self._service.ask(Kind.PUSH, owner, body, scale=scale)
+
+    def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
+        """Put the values into the tensors `out`; waits until no worker is too far behind.
+
+        Raises:
+            InvalidArgumentError: a key that was never initialised, or a tensor of another shape or type.
+            InvalidStateError: with staleness 0 the key was pushed in this clock, which `step` ends.
+            PeerLostError: an owner is lost.
+            RingTimeoutError: a worker does not come; it is named.
+        """
+        check_priority("pull", priority)
+        wanted = by_key("pull", key, out)
+        self._settle()
+        self._table.check_all("pull", wanted)
+        if again := self._in_this_clock & wanted.keys():
+            raise InvalidStateError(
+                f"pull: key {min(again)!r} was pushed in clock {self._service.clock}, and with staleness=0 a push"
+                " counts when all workers have ended its clock: call step() first"
+            )
+        asked = [
+            (owner, lot, self._service.ask(Kind.PULL, owner, lot.head)) for owner, lot in self._lots_of(tuple(wanted))
+        ]
+        wholes = {name: self._target(name, tensors[0]) for name, tensors in wanted.items()}
+        self.age = 0
+        for owner, lot, sequence in asked:
+            answer = self._service.answer_of(owner, sequence)
+            self.age = max(self.age, answer.age)
+            self._ages[answer.age] += 1
+            if answer.payload is None:
+                continue
+            place = self._members.owners.index(owner)
+            for name, view in lot.views(answer.payload).items():
+                _scatter(view, self._table.keys[name].cut.slices(wholes[name], place))
+        for name, tensors in wanted.items():
+            for tensor in tensors:
+                if tensor.data_ptr() != wholes[name].data_ptr():
+                    tensor.copy_(wholes[name].view(tensor.shape))
+
+    def pushpull(
+        self,
+        key: KeyName | Sequence[KeyName],
+        value: Values,
+        out: Values = None,
+        priority: int = 0,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """`push`, then `pull`; with staleness 0 there is a `step` between them."""
+        self.push(key, value, priority, scale=scale)
+        if self._staleness == 0:
+            self.step()
+        self.pull(key, value if out is None else out, priority)
+
+    def step(self) -> None:
+        """This worker's clock ticks.
+
+        Raises:
+            PeerLostError: an owner is lost.
+        """
+        self._settle()
+        self._in_this_clock.clear()
+        self._service.step()
+
+    def flush(self) -> None:
+        """Wait until the owners have done all that this worker has asked of them."""
+        self._settle()
+        self._service.sync()
+
+    def barrier(self) -> None:
+        """As `flush`, and wait until all workers have come here."""
+        self._settle()
+        for owner, sequence in self._service.ask_all(Kind.SAVE).items():
+            self._service.answer_of(owner, sequence)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set it for this worker's pushes from here on, and those of others that come after: one worker's call is
+        enough. Raises InvalidArgumentError where it is not a finite number from 0 on."""
+        rate = check_number("set_learning_rate: a learning rate", learning_rate, at_least=0.0)
+        self._optimizer("set_learning_rate")
+        self._settle()
+        self._service.ask_all(Kind.SET, as_tensor(struct.pack("<d", rate)))
+
+    def stats(self) -> AsyncStats:
+        """What this worker has waited for, and how old the answers were."""
+        service, owner = self._service, self._service.owner
+        return AsyncStats(
+            service.clock,
+            dict(sorted(self._ages.items())),
+            dict(service.waited_s),
+            service.held_s,
+            0 if owner is None else owner.pushes,
+            self._lost_pushes + (0 if owner is None else owner.lost_pushes),
+        )
+
+    # Servers, and the end.
+
+    def serve(self) -> None:
+        """Of a rank that serves alone: returns when all workers have closed the store.
+
+        Raises:
+            InvalidStateError: it is a worker.
+        """
+        if not self.is_server:
+            raise InvalidStateError(f"serve: rank {self._members.rank} is a worker of this store")
+        self._settle()
+        self.close()
+
+    def close(self) -> None:
+        """Leave, and serve the others until all workers have left. Idempotent.
+
+        Raises:
+            SystemResourceError: a file of the last `save` could not be written.
+        """
+        try:
+            self._check_saves()
+        finally:
+            self._service.close()
+
+    def __enter__(self) -> AsyncStore:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._service.close(wait=False)
+
+    # Saved states.
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Begin to write each owner's slices and optimizer state to a file of `folder`; on all workers, after the same
+        number of steps. Returns at once; requests that follow wait until all workers have come here and the owners have
+        copied their slices: the files are of one clock.
+
+        Raises:
+            SystemResourceError: a file of the `save` before this one could not be written.
+        """
+        self._settle()
+        self._check_saves()
+        self._saves = self._service.ask_all(Kind.SAVE, as_tensor(os.fspath(folder).encode()))
+
+    def load(self, folder: str | os.PathLike[str]) -> int:
+        """Read the newest files of `save` of all owners, at any number of ranks; on all ranks. Returns their clock.
+
+        Raises:
+            InvalidArgumentError: there are none, or they do not fit the keys or the optimizer.
+            SystemResourceError: a file cannot be read; on all ranks.
+        """
+        self._settle()
+        if not self.is_server:
+            self._service.sync()
+        group = self._table.group
+
+        def find() -> bytes:
+            if group is not None and group.rank() != 0:
+                return b""
+            return "\n".join(map(str, slices.newest(Path(folder)))).encode()
+
+        def take(found: bytes | bytearray) -> int:
+            contents = slices.read([Path(folder) / Path(one).name for one in found.decode().split("\n")])
+            if self._service.owner is not None and self._served is not None:
+                with self._service.owner.lock:
+                    self._served.take(contents)
+            return int(contents[0]["clock"])
+
+        if group is None:
+            return take(find())
+
+        def on_all() -> int:
+            found = broadcast_bytes(together(find, group, "load"), 0, group)
+            return together(lambda: take(found), group, "load")
+
+        return self._table.operations.run("loading of slices", on_all)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `KVStore.state_dict`, on all ranks; not of a store with servers: `save` it."""
+        self._refuse_with_servers("state_dict")
+        try:
+            return super().state_dict()
+        finally:
+            self.barrier()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `KVStore.load_state_dict`; not of a store with servers: `load` it."""
+        self._refuse_with_servers("load_state_dict")
+        if self._table.keys:
+            self.barrier()
+        super().load_state_dict(state)
+        self._agree()
+        self.barrier()
+
+    def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
+        self._refuse_with_servers("save_optimizer_states")
+        super().save_optimizer_states(path)
+        self.barrier()
+
+    def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
+        self._refuse_with_servers("load_optimizer_states")
+        super().load_optimizer_states(path)
+        self.barrier()
+
+    # What is of all ranks at once.
+
+    def attach(self, model: nn.Module) -> Attached:
+        """Raises InvalidArgumentError: ranks that step alone have no common backward."""
+        raise InvalidArgumentError(
+            "attach: ranks of dist_async do not push together: call push, step and pull, or take a Trainer"
+        )
+
+    def set_gradient_compression(self, compression: Any, **options: Any) -> NoReturn:
+        """Raises InvalidArgumentError."""
+        refusals.refuse("async kvstore", "compressed kvstore")
+
+    # Private methods.
+
+    def _exchange(self, names: list[str], grads: list[Tensor], values: list[Tensor], scale: float) -> None:
+        self.push(names, grads, scale=scale)
+        self.step()
+        self.pull(names, values)
+
+    def _refuse(self, error: Exception) -> None:
+        """Others do not wait for this rank's calls."""
+
+    def _settle(self) -> None:
+        if not self._table.settled:
+            self._table.settle()
+            self._agree()
+
+    def _agree(self) -> None:
+        self._lots.clear()
+        self._service.agreed += 1
+        table, owner = self._table, self._service.owner
+        if owner is not None and self._served is not None:
+            owner.agree(functools.partial(self._served.agree, list(table.keys.values()), table.slices, table.update))
+
+    def _flush(self) -> set[str]:
+        self.barrier()
+        return set()
+
+    def _flush_if_pushed(self) -> None:
+        pass
+
+    def _lots_of(self, names: tuple[str, ...]) -> list[tuple[int, Lot]]:
+        """By owner, without those that have nothing of these keys; this rank last."""
+        if (found := self._lots.get(names)) is None:
+            keys = self._table.keys
+            numbers = {name: number for number, name in enumerate(keys)}
+            asked = [keys[name] for name in names], [numbers[name] for name in names]
+            lots = [
+                (owner, Lot.of(*asked, self._members.owners.index(owner))) for owner in self._service.remote_first()
+            ]
+            found = self._lots[names] = [(owner, lot) for owner, lot in lots if lot.total]
+        return found
+
+    def _target(self, name: str, tensor: Tensor) -> Tensor:
+        """Flat memory on the CPU for a value: the tensor's own where it is contiguous."""
+        if tensor.is_contiguous() and tensor.device.type == "cpu":
+            return flat(tensor)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+
+    def _require_update(self, given: Mapping[str, Any]) -> None:
+        if self._staleness == 0:
+            if again := self._in_this_clock & given.keys():
+                raise InvalidStateError(
+                    f"push: key {min(again)!r} was pushed in clock {self._service.clock} already, and with staleness=0"
+                    " there is one push of a key in a clock: call step() first"
+                )
+        elif self._table.update.assigns:
+            raise InvalidStateError(
+                "push: dist_async needs an optimizer or an updater, as pushes are not added up before they count: call"
+                " set_optimizer or set_updater on all ranks"
+            )
+
+    def _check_saves(self) -> None:
+        saves, self._saves = self._saves, {}
+        for owner, sequence in saves.items():
+            self._service.answer_of(owner, sequence)
+
+    def _refuse_with_servers(self, what: str) -> None:
+        if self._members.owners != self._members.workers:
+            raise InvalidStateError(f"{what}: the slices are on servers: call save(folder), and load(folder)")
+
+
+def _gather(into: Tensor, views: Sequence[Tensor]) -> None:
+    at = 0
+    for view in views:
+        into[at : at + view.numel()] = view
+        at += view.numel()
+
+
+def _scatter(of: Tensor, views: Sequence[Tensor]) -> None:
+    at = 0
+    for view in views:
+        view.copy_(of[at : at + view.numel()])
+        at += view.numel()
+
+
+def _require_finite(name: str, value: Tensor, rank: int) -> None:
+    """One pass where all is finite: a sum with a NaN or an infinity is one."""
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+        return
+    if bool(torch.isfinite(value.sum(dtype=None if value.dtype.itemsize > 2 else torch.float32))):
+        return
+    finite = torch.isfinite(value)
+    if not bool(finite.all()):
+        at = int((~finite).nonzero()[0])
+        raise InvalidArgumentError(
+            f"push: key {name!r} of rank {rank} has {value[at].item()} at element {at}: it would spoil the values of"
+            " all workers, so it was not sent"
+        )
+
+
+_alive: weakref.WeakSet[AsyncStore] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for store in list(_alive):
+        store._service.close(wait=failed is None)

@@ -1,0 +1,61 @@
+"""The messages between the workers and the owners of a store: one header for requests and answers, and a payload."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from typing import Any
+
+from torch import Tensor
+
+
+class Kind(enum.IntEnum):
+    """Requests, and the owner's two answers."""
+
+    PUSH = 1
+    PULL = 2
+    TICK = 3  # the worker's clock is that of the header
+    SET = 4  # a number of the update, for example its rate
+    SAVE = 5  # done when all workers ask for it; the payload is a folder, or none: a barrier
+    SYNC = 6  # answered when the worker's requests before it have been done
+    LEAVE = 7  # the worker's clock counts no more
+    BYE = 8  # the worker has the answers to that of all owners: its last request
+    ANSWER = 9
+    ERROR = 10  # the payload is a text
+
+
+ANSWERED = (Kind.PULL, Kind.SAVE, Kind.SYNC, Kind.LEAVE)
+
+
+@dataclasses.dataclass
+class Message:
+    """Attributes:
+    sequence: of the worker's request among its requests to this owner; an answer has its request's.
+    clock: of the worker when it asked.
+    agreed: how often the ranks had agreed on keys and settings when the worker asked.
+    scale: of a push.
+    age: of an answer, see `Clocks.age`.
+    held_s: for how long the owner had the request before it might be answered.
+    payload: uint8, or None.
+    """
+
+    kind: Kind
+    sequence: int
+    clock: int
+    agreed: int = 0
+    scale: float = 1.0
+    age: int = 0
+    held_s: float = 0.0
+    payload: Tensor | None = None
+
+    def header(self) -> bytes:
+        return _FORM.pack(self.kind, self.agreed, self.sequence, self.clock, self.age, self.scale, self.held_s)
+
+    @classmethod
+    def of(cls, header: bytes, payload: Any) -> Message:
+        kind, agreed, sequence, clock, age, scale, held_s = _FORM.unpack_from(header)
+        return cls(Kind(kind), sequence, clock, agreed, scale, age, held_s, payload if len(payload) else None)
+
+
+_FORM = struct.Struct("<iIqqqdd")

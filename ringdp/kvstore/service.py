@@ -1,0 +1,315 @@
+"""Requests of this rank as a worker, and the thread of this rank as an owner: what `dist_async` communicates by."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ringdp import errors
+from ringdp.errors import InvalidStateError, RingError, RingTimeoutError, SystemResourceError
+from ringdp.job.backend import BACKEND, backend_of, timeout_of
+from ringdp.job.byte_collectives import all_gather_bytes, as_bytes
+from ringdp.job.elastic import as_unit
+from ringdp.kvstore.clocks import Clocks
+from ringdp.kvstore.messages import Kind, Message
+from ringdp.kvstore.owner import Owner, Served
+
+_log = logging.getLogger("ringdp.kvstore")
+_TIMEOUT_S = 1800.0  # of one rank alone
+_LOOK_MS = 500
+_ANSWER_MS = 200  # between two looks at signals
+_NAME_BYTES = 16
+_MOST_BYTES = 1 << 40
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Of a store: ranks of its group; without a group, rank 0 alone.
+
+    Attributes:
+        workers: that push and pull.
+        owners: that have slices, in the order of the slices.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    workers: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, servers: int) -> Members:
+        """`servers` ranks, the last ones, own all and do not work; 0: all ranks do both."""
+        ranks = 1 if group is None else group.size()
+        everyone = tuple(range(ranks))
+        if not servers:
+            return cls(group, 0 if group is None else group.rank(), everyone, everyone)
+        return cls(group, 0 if group is None else group.rank(), everyone[:-servers], everyone[-servers:])
+
+    @property
+    def works(self) -> bool:
+        return self.rank in self.workers
+
+    @property
+    def owns(self) -> bool:
+        return self.rank in self.owners
+
+    @property
+    def timeout_s(self) -> float:
+        timeout = None if self.group is None else timeout_of(self.group, "cpu")
+        return _TIMEOUT_S if timeout is None else timeout.total_seconds()
+
+
+class Service:
+    """Of one store on this rank. All ranks of its group make theirs alike.
+
+    Requests to one owner are done in their order. To an owner on this rank they go without the network, but through the
+    same `Owner`. A thread takes the other workers' requests, for as long as one of them is there. `ask` and `answer_of`
+    are for one thread, that of the program.
+
+    Args:
+        served: this rank's part of the values; None where it owns nothing.
+
+    Attributes:
+        clock: this worker's.
+        waited_s: by owner, for how long this worker waited for it, without the time for which slow workers were waited
+            for.
+        held_s: for how long slow workers were waited for.
+    """
+
+    def __init__(self, members: Members, served: Served | None, staleness: int | None) -> None:
+        self.members, self.clock = members, 0
+        self.agreed = 0
+        self.waited_s = dict.fromkeys(members.owners, 0.0)
+        self.held_s = 0.0
+        self._sequence = 0
+        self._early: dict[int, Message] = {}  # answers that nobody has asked for yet, by sequence
+        self._mine: dict[int, Message] = {}  # of this rank's own owner; under its lock
+        self._process = os.getpid()
+        self._closed = False
+        self._requests, self._answers = self._mailboxes(members.group)
+        self.owner: Owner | None = None
+        self._thread: threading.Thread | None = None
+        if served is not None:
+            clocks = Clocks(members.workers, staleness)
+            self.owner = Owner(served, clocks, self, rank=members.rank, timeout_s=members.timeout_s)
+        if self._answers is not None and members.works:
+            for owner in members.owners:
+                if owner != members.rank:
+                    self._answers.expect(owner)
+        if self._requests is not None and self.owner is not None:
+            self._start()
+
+    @staticmethod
+    def _mailboxes(group: dist.ProcessGroup | None) -> tuple[Any, Any]:
+        if group is None or group.size() == 1:
+            return None, None
+        if backend_of(group, "cpu") != BACKEND:
+            raise InvalidStateError(f"dist_async needs the backend {BACKEND} for the CPU, and this group has another")
+        from ringdp import _C
+
+        mine = secrets.token_hex(_NAME_BYTES // 2).encode()
+        meet = functools.partial(all_gather_bytes, mine, group, room=_NAME_BYTES)
+        name = as_unit(group, "name of an asynchronous store", meet)[0].decode()
+        requests, answers = (
+            _C.Mailbox(group=group, name=f"ringdp {what} {name}", most_bytes=_MOST_BYTES)
+            for what in ("requests", "answers")
+        )
+        return requests, answers
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="ringdp kvstore", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise SystemResourceError(
+                f"no thread can be started for the owner's part of a store ({error}): raise the limit of processes and"
+                " threads (ulimit -u, the cgroup's pids.max)"
+            ) from error
+
+    # The worker.
+
+    def ask(self, kind: Kind, owner: int, payload: Tensor | None = None, *, scale: float = 1.0) -> int:
+        """Send a request, and return its sequence number. Waits while much is on its way to the owner.
+
+        Raises:
+            PeerLostError: the owner is lost.
+            InvalidStateError: after `close`, or in a forked process.
+        """
+        self._require_open()
+        self._sequence += 1
+        message = Message(kind, self._sequence, self.clock, self.agreed, scale, payload=payload)
+        if owner != self.members.rank:
+            waited_ns = self._requests.send(owner, message.header(), payload, waits=True)
+            self.waited_s[owner] += waited_ns / 1e9
+            return self._sequence
+        assert self.owner is not None
+        with self.owner.lock:
+            self._wait_for_own()
+            self.owner.take(owner, message)
+        return self._sequence
+
+    def answer_of(self, owner: int, sequence: int) -> Message:
+        """Wait for the answer to a request.
+
+        Raises:
+            PeerLostError: the owner is lost.
+            RingTimeoutError: it does not answer, or waits for workers that do not come.
+            RingError: it answers with an error.
+        """
+        began = time.monotonic()
+        if owner == self.members.rank:
+            assert self.owner is not None
+            with self.owner.lock:
+                while sequence not in self._mine:
+                    self.owner.lock.wait(_ANSWER_MS / 1000)
+                message = self._mine.pop(sequence)
+        else:
+            message = self._answer_from(owner, sequence, began)
+        self.held_s += message.held_s
+        self.waited_s[owner] += max(0.0, time.monotonic() - began - message.held_s)
+        if message.kind is Kind.ERROR:
+            assert message.payload is not None
+            kind, text = as_bytes(message.payload).decode(errors="replace").split("\n", 1)
+            raise getattr(errors, kind, InvalidStateError)(text)
+        return message
+
+    def ask_all(self, kind: Kind, payload: Tensor | None = None) -> dict[int, int]:
+        """As `ask`, of all owners, this rank last; the sequence numbers, by owner."""
+        return {owner: self.ask(kind, owner, payload) for owner in self.remote_first()}
+
+    def remote_first(self) -> list[int]:
+        rank = self.members.rank
+        return [it for it in self.members.owners if it != rank] + [rank] * self.members.owns
+
+    def step(self) -> None:
+        """This worker's clock ticks, and all owners learn it."""
+        self.clock += 1
+        self.ask_all(Kind.TICK)
+
+    def sync(self) -> None:
+        """All that this worker has asked has been done."""
+        for owner, sequence in self.ask_all(Kind.SYNC).items():
+            self.answer_of(owner, sequence)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Say that this worker goes, and serve the others until all of them have said so.
+
+        Args:
+            wait: False: end at once; the others lose what this rank owns.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        if wait and self.members.works:
+            self._say_goodbye()
+        if wait:
+            self.serve()
+        self._closed = True
+        for box in (self._requests, self._answers):
+            if box is not None:
+                box.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def serve(self) -> None:
+        """Wait until all workers have left."""
+        if self.owner is None:
+            return
+        with self.owner.lock:
+            while not self.owner.over:
+                self.owner.lock.wait(_ANSWER_MS / 1000)
+
+    # The owner's answers. Any thread; see `Answering`.
+
+    def answer(self, worker: int, message: Message) -> None:
+        if worker != self.members.rank:
+            with contextlib.suppress(RingError):  # the thread learns that the worker is lost
+                self._answers.send(worker, message.header(), message.payload, waits=False)
+            return
+        assert self.owner is not None
+        with self.owner.lock:
+            self._mine[message.sequence] = message
+            self.owner.lock.notify_all()
+
+    def expect(self, worker: int) -> None:
+        if worker != self.members.rank:
+            self._requests.expect(worker)
+
+    # Private methods.
+
+    def _say_goodbye(self) -> None:
+        """To the owners that are there."""
+        left: dict[int, int] = {}
+        for owner in self.remote_first():
+            with contextlib.suppress(RingError):
+                left[owner] = self.ask(Kind.LEAVE, owner)
+        for owner, sequence in left.items():
+            with contextlib.suppress(RingError):
+                self.answer_of(owner, sequence)
+        for owner in left:
+            with contextlib.suppress(RingError):
+                self.ask(Kind.BYE, owner)
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._process:
+            raise InvalidStateError(
+                "this process was forked from one that uses dist_async: the store belongs to the parent; start worker"
+                " processes with 'spawn', or do not use the store in them"
+            )
+        if self._closed:
+            raise InvalidStateError("this store was closed")
+        if not self.members.works:
+            raise InvalidStateError(f"rank {self.members.rank} of this store serves alone: call serve() on it")
+
+    def _wait_for_own(self) -> None:
+        """Until this rank's owner has done its last request; under its lock."""
+        assert self.owner is not None
+        while self.owner.has_request_of(self.members.rank):
+            self.owner.lock.wait(_ANSWER_MS / 1000)
+
+    def _answer_from(self, owner: int, sequence: int, began: float) -> Message:
+        while (message := self._early.pop(sequence, None)) is None:
+            if (found := self._answers.next(owner, _ANSWER_MS)) is not None:
+                _, header, payload = found
+                self._answers.expect(owner)
+                came = Message.of(header, payload)
+                self._early[came.sequence] = came
+            elif time.monotonic() - began > 2 * self.members.timeout_s:  # it ends what waits for slow workers sooner
+                raise RingTimeoutError(
+                    f"the owner on rank {owner} has not answered rank {self.members.rank} for"
+                    f" {time.monotonic() - began:.0f} s: is its process stopped?",
+                    rank=self.members.rank,
+                    peer=owner,
+                )
+        return message
+
+    def _serve(self) -> None:
+        assert self.owner is not None
+        looked = time.monotonic()
+        try:
+            for worker in self.members.workers:
+                self.expect(worker)
+            while not self._closed:
+                found = self._requests.next(-1, _LOOK_MS)
+                if found is not None:
+                    worker, header, payload = found
+                    if header is None:
+                        self.owner.lost(worker)
+                    else:
+                        self.owner.take(worker, Message.of(header, payload))
+                if (now := time.monotonic()) - looked > _LOOK_MS / 1000:
+                    looked = now
+                    self.owner.look()
+        except BaseException as error:
+            _log.exception("the owner's part of a store on rank %d has ended", self.members.rank)
+            self.owner.fail(InvalidStateError(f"the owner on rank {self.members.rank} has ended: {error}"))

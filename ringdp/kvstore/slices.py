@@ -1,0 +1,267 @@
+"""Slices of keys as the payload of a message, and an owner's slices with their update."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringdp.errors import InvalidArgumentError
+from ringdp.job.byte_collectives import as_bytes, as_tensor
+from ringdp.job.whole_file import whole_file
+from ringdp.kvstore.keys import Cut, Key, describe
+from ringdp.kvstore.owner import Push
+from ringdp.kvstore.updates import Optimizer, Update
+
+_ALIGNED = 64
+FORMAT = 1
+
+
+def _padded(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+@dataclasses.dataclass(frozen=True)
+class Lot:
+    """Slices of some keys on one owner, one after the other.
+
+    Attributes:
+        head: uint8; says which keys they are.
+        parts: of each key with elements there: its name, its first byte, its elements and their dtype.
+        total: bytes of all slices.
+    """
+
+    head: Tensor
+    parts: tuple[tuple[str, int, int, torch.dtype], ...]
+    total: int
+
+    @classmethod
+    def of(cls, keys: Sequence[Key], numbers: Sequence[int], place: int) -> Lot:
+        """`numbers`: of the keys, the same on all ranks; `place`: of the owner among the owners."""
+        parts, total = [], 0
+        for key in keys:
+            if numel := key.cut.numel(place):
+                parts.append((key.name, total, numel, key.dtype))
+                total += _padded(numel * key.dtype.itemsize)
+        head = struct.pack(f"<q{len(numbers)}q", len(numbers), *numbers)
+        return cls(as_tensor(head.ljust(_padded(len(head)), b"\0")), tuple(parts), total)
+
+    def room(self) -> Tensor:
+        """Memory for a push: its head is filled in."""
+        body = torch.empty(len(self.head) + self.total, dtype=torch.uint8, device="cpu")
+        body[: len(self.head)] = self.head
+        return body
+
+    def views(self, body: Tensor) -> dict[str, Tensor]:
+        """The slices in a body, flat, by key. With a head before them, or, as in an answer, without."""
+        first = len(body) - self.total
+        return {
+            name: body[first + begin : first + begin + numel * dtype.itemsize].view(dtype)
+            for name, begin, numel, dtype in self.parts
+        }
+
+
+class Slices:
+    """An owner's: values by key, and the update of all of them; see `Served`. A lot of an update is a whole: none of
+    its keys has been updated, or all. Guarded by the `Owner`'s lock.
+
+    Args:
+        place: of this rank among the owners.
+        average: a push counts 1 over this; 1: pushes are added up.
+        compensates: the rate of an update is divided by 1 + the updates of others since its worker last pulled.
+    """
+
+    def __init__(self, place: int, average: int, *, compensates: bool) -> None:
+        self._place, self._average, self._compensates = place, average, compensates
+        self._keys: list[Key] = []
+        self.values: dict[str, Tensor] = {}
+        self.update: Update | None = None
+        self._lots: dict[bytes, Lot] = {}
+
+    def agree(self, keys: Sequence[Key], values: Mapping[str, Tensor], update: Update) -> None:
+        """Take what the ranks have agreed on."""
+        self._keys, self.values, self.update = list(keys), dict(values), update
+        self._lots.clear()
+
+    def apply(self, pushes: Sequence[Push]) -> None:
+        sums: dict[str, Tensor] = {}
+        for push in pushes:
+            for name, view in self._lot(push.body).views(push.body).items():
+                if name in sums:
+                    sums[name].add_(view)
+                else:
+                    sums[name] = view
+        if self._average > 1:
+            torch._foreach_div_(list(sums.values()), self._average)
+        if pushes[0].scale != 1.0:
+            torch._foreach_mul_(list(sums.values()), pushes[0].scale)
+        assert self.update is not None
+        late = pushes[0].late if self._compensates and len(pushes) == 1 else 0
+        with torch.no_grad(), _slower(self.update, late):
+            self.update.apply(self.values, sums)
+
+    def answer(self, body: Tensor | None) -> Tensor:
+        assert body is not None
+        lot = self._lot(body)
+        found = torch.empty(lot.total, dtype=torch.uint8, device="cpu")
+        for name, view in lot.views(found).items():
+            view.copy_(self.values[name])
+        return found
+
+    def set(self, body: Tensor | None) -> None:
+        """The rate of the optimizer."""
+        assert body is not None
+        if isinstance(self.update, Optimizer):
+            self.update.set_numbers({"lr": body.view(torch.float64).item()})
+
+    def writer(self, folder: str, clock: int, pushes: int) -> Callable[[], None]:
+        update = self.update
+        content: dict[str, Any] = {
+            "ringdp_async_slices": FORMAT,
+            "clock": clock,
+            "pushes": pushes,
+            "keys": {it.name: (list(it.shape), *dataclasses.astuple(it.cut)) for it in self._keys},
+            "values": {name: it.clone() for name, it in self.values.items()},
+        }
+        if isinstance(update, Optimizer):
+            content["optimizer"], content["numbers"] = update.name, update.numbers()
+            content["state"] = {
+                name: {
+                    field: found.clone() if isinstance(found, Tensor) else found
+                    for field, found in update.state_of(it).items()
+                    if found is not None
+                }
+                for name, it in self.values.items()
+            }
+        owners = self._keys[0].cut.ranks if self._keys else 1
+
+        def write() -> None:
+            path = Path(folder) / f"slices-clock-{clock}-owner-{self._place}-of-{owners}.pt"
+            with whole_file(path, f"{path} could not be written", make_folder=True) as file:
+                torch.save(content, file)
+
+        return write
+
+    def take(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        """The slices of this rank, of files of all owners that wrote, in their order.
+
+        Raises:
+            InvalidArgumentError: they do not fit the keys or the optimizer.
+        """
+        _check(contents[0], self._keys, self.update)
+        for key in self._keys:
+            if not (numel := key.cut.numel(self._place)):
+                continue
+            mine = _cutter(contents, key, self._place)
+            value = self.values[key.name]
+            value.copy_(mine([it["values"][key.name] for it in contents]))
+            if not isinstance(self.update, Optimizer):
+                continue
+            state: dict[str, Any] = {}
+            written = [it["state"].get(key.name, {}) for it in contents]
+            for field in dict.fromkeys(name for one in written for name in one):
+                found = next(one[field] for one in written if field in one)
+                if isinstance(found, Tensor) and found.dim() == 1:
+                    pieces = [one.get(field, found.new_zeros(0)) for one in written]
+                    state[field] = mine(pieces).clone()
+                else:
+                    state[field] = found.clone() if isinstance(found, Tensor) else found
+            if state:
+                self.update.set_state(value, state)
+            assert value.numel() == numel
+        if isinstance(self.update, Optimizer):
+            self.update.set_numbers(contents[0]["numbers"])
+
+    def _lot(self, body: Tensor) -> Lot:
+        count = int(body[:8].view(torch.int64))
+        head = as_bytes(body[: _padded(8 + 8 * count)])
+        if (lot := self._lots.get(head)) is None:
+            numbers = struct.unpack_from(f"<{count}q", head, 8)
+            lot = self._lots[head] = Lot.of([self._keys[it] for it in numbers], numbers, self._place)
+        return lot
+
+
+def _cutter(contents: Sequence[Mapping[str, Any]], key: Key, place: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Puts the pieces of all owners that wrote together, and cuts this owner's slice out of them."""
+    _, part, rest, owner, ranks = contents[0]["keys"][key.name]
+    cut = Cut(part, rest, owner, ranks)
+
+    def mine(pieces: Sequence[Tensor]) -> Tensor:
+        whole = torch.empty(key.numel, dtype=pieces[0].dtype, device="cpu")
+        for one, piece in enumerate(pieces):
+            at = 0
+            for view in cut.slices(whole, one):
+                view.copy_(piece[at : at + view.numel()])
+                at += view.numel()
+        return key.cut.slice_of(whole, place)
+
+    return mine
+
+
+def newest(folder: Path) -> list[Path]:
+    """The files of the newest clock of which all are there, by owner.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    found: dict[tuple[int, int], dict[int, Path]] = {}
+    for path in folder.glob("slices-clock-*-owner-*-of-*.pt"):
+        _, _, clock, _, owner, _, owners = path.stem.split("-")
+        found.setdefault((int(clock), int(owners)), {})[int(owner)] = path
+    whole = [which for which, paths in found.items() if len(paths) == which[1]]
+    if not whole:
+        raise InvalidArgumentError(f"load: {folder} has no files of KVStore.save of all owners of one clock")
+    best = max(whole)
+    return [found[best][owner] for owner in range(best[1])]
+
+
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Raises OSError, or InvalidArgumentError where one is not a file of slices."""
+    contents = []
+    for path in paths:
+        try:
+            content = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        except OSError:
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(f"load: torch.load refuses {path}: {error}") from None
+        if not isinstance(content, dict) or content.get("ringdp_async_slices") != FORMAT:
+            raise InvalidArgumentError(f"load: {path} is not a file of KVStore.save")
+        contents.append(content)
+    return contents
+
+
+def _check(content: Mapping[str, Any], keys: Sequence[Key], update: Update | None) -> None:
+    for key in keys:
+        if key.name not in content["keys"]:
+            raise InvalidArgumentError(f"load: the files have no key {key.name!r}")
+        shape = content["keys"][key.name][0]
+        saved = content["values"][key.name]
+        if tuple(shape) != key.shape or saved.dtype != key.dtype:
+            raise InvalidArgumentError(f"load: {describe(key.name, shape, saved.dtype)} does not fit {key.describe()}")
+    if lacking := sorted(set(content["keys"]) - {it.name for it in keys}):
+        raise InvalidArgumentError(f"load: the store has no key {', '.join(map(repr, lacking))}")
+    mine = update.name if isinstance(update, Optimizer) else None
+    if content.get("optimizer") != mine:
+        raise InvalidArgumentError(f"load: the files are of {content.get('optimizer')}, and the store's is {mine}")
+
+
+@contextlib.contextmanager
+def _slower(update: Update, late: int) -> Iterator[None]:
+    """The rate of an optimizer divided by 1 + `late`: W. Zhang, S. Gupta, X. Lian, J. Liu, Staleness-aware Async-SGD
+    for Distributed Deep Learning, IJCAI 2016, section 2.2, there for ages from 1 on."""
+    if late <= 0 or not isinstance(update, Optimizer):
+        yield
+        return
+    rate = update.numbers()["lr"]
+    update.set_numbers({"lr": rate / (1 + late)})
+    try:
+        yield
+    finally:
+        update.set_numbers({"lr": rate})
