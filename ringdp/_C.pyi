@@ -496,6 +496,9 @@ class Mailbox:
         when it is closed. A member that is lost: (member, None, None), once; PeerLostError where it is `source`.
         """
 
+    def require(self, member: int) -> None:
+        """Raise the error by which that member was lost."""
+
     def send(self, to: int, header: bytes, payload: torch.Tensor | None, *, waits: bool) -> int:
         """Send a message; its payload is read until the member has taken it. `waits`: first until little is on its
         way to it. Returns for how many nanoseconds.

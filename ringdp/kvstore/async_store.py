@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import dataclasses
 import functools
 import os
 import struct
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,9 +85,6 @@ class AsyncStore(KVStore):
         self._saves: dict[int, int] = {}  # the last one's requests, by owner, whose answers nobody has looked at
         self._lost_pushes = 0
         self.age = 0
-        _alive.add(self)
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)  # after the groups', and so before them
 
     @property
     def rank(self) -> int:
@@ -210,8 +204,7 @@ class AsyncStore(KVStore):
     def barrier(self) -> None:
         """As `flush`, and wait until all workers have come here."""
         self._settle()
-        for owner, sequence in self._service.ask_all(Kind.SAVE).items():
-            self._service.answer_of(owner, sequence)
+        self._service.barrier()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set it for this worker's pushes from here on, and those of others that come after: one worker's call is
@@ -449,12 +442,3 @@ def _require_finite(name: str, value: Tensor, rank: int) -> None:
             f"push: key {name!r} of rank {rank} has {value[at].item()} at element {at}: it would spoil the values of"
             " all workers, so it was not sent"
         )
-
-
-_alive: weakref.WeakSet[AsyncStore] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for store in list(_alive):
-        store._service.close(wait=failed is None)

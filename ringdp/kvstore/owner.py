@@ -178,18 +178,14 @@ class Owner:
 
     def _go_on(self) -> None:
         """Do all requests that can be done: one may let others go on."""
-        moved = True
-        while moved:
-            moved = self._apply_kept()
-            for worker in sorted(self._asked):
-                asked = self._asked.get(worker)  # None: done together with an earlier one
-                if asked is not None and self._may_do(worker, asked.message):
-                    del self._asked[worker]
-                    self._do(worker, asked)
-                    moved = True
+        self._apply_kept()
+        while (worker := next((it for it in sorted(self._asked) if self._may_do(it)), None)) is not None:
+            self._do(worker, self._asked.pop(worker))
+            self._apply_kept()
         self.lock.notify_all()
 
-    def _may_do(self, worker: int, message: Message) -> bool:
+    def _may_do(self, worker: int) -> bool:
+        message = self._asked[worker].message
         if self.failure is not None:
             return True
         if message.agreed > self.agreed:  # this rank comes to it soon
@@ -246,7 +242,7 @@ class Owner:
             self._served.apply([push])
             self.pushes += 1
 
-    def _apply_kept(self) -> bool:
+    def _apply_kept(self) -> None:
         """The pushes of clocks that all workers have gone past."""
         over = sorted(clock for clock in self._kept if clock < self.clocks.least or not self.clocks.workers)
         for clock in over:
@@ -260,7 +256,6 @@ class Owner:
                     f" {type(error).__name__}: {error}"
                 )
             self.pushes += len(pushes)
-        return bool(over)
 
     def _save(self, worker: int, asked: _Asked) -> None:
         """All workers that are there have come to it: the values are those of their clock."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
+import weakref
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -109,6 +112,9 @@ class Service:
                     self._answers.expect(owner)
         if self._requests is not None and self.owner is not None:
             self._start()
+        _alive.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # after the groups', and so before them
 
     @staticmethod
     def _mailboxes(group: dist.ProcessGroup | None) -> tuple[Any, Any]:
@@ -202,6 +208,11 @@ class Service:
         for owner, sequence in self.ask_all(Kind.SYNC).items():
             self.answer_of(owner, sequence)
 
+    def barrier(self) -> None:
+        """As `sync`, and all workers have come to it."""
+        for owner, sequence in self.ask_all(Kind.SAVE).items():
+            self.answer_of(owner, sequence)
+
     def close(self, *, wait: bool = True) -> None:
         """Say that this worker goes, and serve the others until all of them have said so.
 
@@ -284,7 +295,9 @@ class Service:
                 self._answers.expect(owner)
                 came = Message.of(header, payload)
                 self._early[came.sequence] = came
-            elif time.monotonic() - began > 2 * self.members.timeout_s:  # it ends what waits for slow workers sooner
+                continue
+            self._requests.require(owner)
+            if time.monotonic() - began > 2 * self.members.timeout_s:  # it ends what waits for slow workers sooner
                 raise RingTimeoutError(
                     f"the owner on rank {owner} has not answered rank {self.members.rank} for"
                     f" {time.monotonic() - began:.0f} s: is its process stopped?",
@@ -313,3 +326,13 @@ class Service:
         except BaseException as error:
             _log.exception("the owner's part of a store on rank %d has ended", self.members.rank)
             self.owner.fail(InvalidStateError(f"the owner on rank {self.members.rank} has ended: {error}"))
+
+
+_alive: weakref.WeakSet[Service] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """A program that ends by an error ends at once."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for service in list(_alive):
+        service.close(wait=failed is None)

@@ -16,8 +16,8 @@ from ringdp.nn.sparse_updates import SparseUpdate
 _FORMAT = 1
 
 
-def write(folder: Path, shard: Shard, update: SparseUpdate, shape: list[int], rank: int, ranks: int) -> None:
-    """This rank's file. Raises SystemResourceError."""
+def write(folder: Path, shard: Shard, update: SparseUpdate, shape: list[int], step: int, rank: int, ranks: int) -> None:
+    """This rank's file of that step of all ranks. Raises SystemResourceError."""
     content = {
         "ringdp_sharded_embedding": _FORMAT,
         "shape": shape,
@@ -25,7 +25,7 @@ def write(folder: Path, shard: Shard, update: SparseUpdate, shape: list[int], ra
         "step": update.step,
         **shard.content(update.step),
     }
-    with _writing(_file(folder, update.step, rank, ranks)) as file:
+    with _writing(_file(folder, step, rank, ranks)) as file:
         torch.save(content, file)
 
 

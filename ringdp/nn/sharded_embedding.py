@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp import _C, values
+from ringdp import _C, refusals, values
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged
 from ringdp.job.byte_collectives import alone, require_member, together
 from ringdp.job.elastic import places
 from ringdp.kvstore.agreement import compare_settings
+from ringdp.kvstore.service import Members
 from ringdp.nn import saved
+from ringdp.nn.asynchronous import AsyncRowExchange
 from ringdp.nn.bags import sum_bags
 from ringdp.nn.exchange import Lookup, Pending, RowExchange
 from ringdp.nn.owners import RowOwners
@@ -60,6 +62,12 @@ class ShardedEmbedding(nn.Module):
         weight: all rows, ``[num_embeddings, embedding_dim]``, the same on all ranks; or how they begin, a
             `ringdp.nn.Normal`, by default of standard deviation 1.
         dtype: of the rows: float32 or float64.
+        asynchronous: each rank calls forward, `prefetch`, `step` and `rows` at its own pace, over ring; the owners
+            apply gradients as they come. A rank that goes calls `close`, as the end of a program does. Not for a
+            growing table.
+        staleness: of an asynchronous table: by how many calls of `step` a rank may be ahead of the slowest one; with 0
+            the gradients of a step of all ranks are applied together, with the bits of a table that is not
+            asynchronous; None: by any number.
         group: whose ranks; the default group if None.
 
     Raises:
@@ -90,6 +98,8 @@ class ShardedEmbedding(nn.Module):
         reduce: str = "mean",
         weight: Tensor | Normal | None = None,
         dtype: torch.dtype = torch.float32,
+        asynchronous: bool = False,
+        staleness: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -100,6 +110,8 @@ class ShardedEmbedding(nn.Module):
         given = f"{count} x {embedding_dim} {dtype}, {mode}, {wire}, {reduce}, seed {drawn.seed}, std {drawn.std}"
         if isinstance(size, Growing):
             given += f", admitted after {size.admit_after}, evicted after {size.evict_after}"
+        if asynchronous:
+            given += f", asynchronous, staleness {staleness}"
         solitary = group is None and alone("ringdp.nn.ShardedEmbedding")
         self._group = None if solitary else require_member(group, "ringdp.nn.ShardedEmbedding")
         self._owners: tuple[int, ...] = (0,)  # the ranks that have rows, as they were numbered at the job's beginning
@@ -120,6 +132,13 @@ class ShardedEmbedding(nn.Module):
                 values.refuse("ShardedEmbedding", "num_embeddings", num_embeddings, "a number, a Growing or None")
             if not isinstance(begin, Tensor | Normal):
                 values.refuse("ShardedEmbedding", "weight", begin, "a tensor, a Normal or None")
+            values.flag("ShardedEmbedding", "asynchronous", asynchronous)
+            if staleness is not None:
+                values.whole("ShardedEmbedding", "staleness", staleness, 0)
+                if not asynchronous:
+                    raise InvalidArgumentError("staleness is of an asynchronous table: give asynchronous=True")
+            if asynchronous and count is None:
+                refusals.refuse("async kvstore", "growing")
             _check_size(count, embedding_dim, len(self._owners))
             if isinstance(begin, Tensor):
                 if count is None:
@@ -137,7 +156,7 @@ class ShardedEmbedding(nn.Module):
         )
         self.num_embeddings, self.embedding_dim, self.mode = count, embedding_dim, mode
         self._size, self._drawn, self._dtype, self._wire = size, drawn, dtype, wire
-        self._averages = reduce == "mean"
+        self._averages, self._asynchronous, self._staleness = reduce == "mean", asynchronous, staleness
         self._deal()
         if isinstance(self._shard, FixedShard):
             self._shard.fill(begin)
@@ -155,8 +174,14 @@ class ShardedEmbedding(nn.Module):
             )
         else:
             self._shard = FixedShard(RowOwners(self._size, rank, ranks), self.embedding_dim, self._update, self._dtype)
-        self._exchange = RowExchange(self._shard, group if ranks > 1 else None, self._wire)
         self._divisor = float(ranks) if self._averages else 1.0
+        if self._asynchronous:
+            members = Members.of(group, 0)
+            self._exchange: RowExchange = AsyncRowExchange(
+                self._shard, members, self._update, self._wire, self._divisor, self._staleness
+            )
+        else:
+            self._exchange = RowExchange(self._shard, group if ranks > 1 else None, self._wire)
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
@@ -216,6 +241,15 @@ class ShardedEmbedding(nn.Module):
         """Send the gradients of all forwards since the last step to the owners, which update the rows; on all ranks."""
         self._require_owners()
         used, self._used = self._used, []
+        if isinstance(self._exchange, AsyncRowExchange):
+            self._exchange.push(used)
+        else:
+            self._update_rows(used)
+        if self._ahead is not None:
+            self._rows_ahead = self._exchange.begin_rows(self._ahead[1], self._update.step)
+
+    def _update_rows(self, used: list[tuple[Lookup, Tensor]]) -> None:
+        """By the gradients of all ranks."""
         on_their_way = [
             self._exchange.begin_gradients(lookup, torch.zeros_like(rows) if rows.grad is None else rows.grad)
             for lookup, rows in used
@@ -225,8 +259,6 @@ class ShardedEmbedding(nn.Module):
         shard = self._shard
         rows, sums = _C.sum_rows(shard.table, codes, wanted, self._exchange.wire, self._divisor)
         self._update.apply(shard.table, shard.state, rows, sums)
-        if self._ahead is not None:
-            self._rows_ahead = self._exchange.begin_rows(self._ahead[1], self._update.step)
 
     @torch.no_grad()
     def rows(self, ids: Tensor) -> Tensor:
@@ -254,8 +286,22 @@ class ShardedEmbedding(nn.Module):
         """
         self._require_owners()
         path, rank, ranks = Path(folder), self._rank, self._ranks
-        self._together(lambda: saved.write(path, self._shard, self._update, self._shape(), rank, ranks), "save")
-        self._together(lambda: saved.write_index(path, self._update.step, ranks) if rank == 0 else None, "save")
+        step = self._update.step
+        if isinstance(self._exchange, AsyncRowExchange):  # whose owners count the pushes that they had
+            self._exchange.service.barrier()
+            step = self._exchange.service.clock
+        self._together(lambda: saved.write(path, self._shard, self._update, self._shape(), step, rank, ranks), "save")
+        self._together(lambda: saved.write_index(path, step, ranks) if rank == 0 else None, "save")
+
+    def barrier(self) -> None:
+        """Of an asynchronous table: wait until all ranks have come here, and all that they have pushed counts."""
+        if isinstance(self._exchange, AsyncRowExchange):
+            self._exchange.service.barrier()
+
+    def close(self) -> None:
+        """Of an asynchronous table: leave, and serve the others until all ranks have left. Idempotent."""
+        if isinstance(self._exchange, AsyncRowExchange):
+            self._exchange.service.close()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the files of `save` at any number of ranks; the folder has to have the files of all; on all ranks. In an

@@ -67,7 +67,13 @@ def integer_with_optimizer(store: kvstore.KVStore) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda store: kvstore.create("dist_async"), "BalancedSampler"),
+        (lambda store: kvstore.create("async"), "unknown store 'async': the stores are local, device, dist_sync"),
+        (lambda store: kvstore.create("dist_sync", staleness=3), "are of dist_async, not of dist_sync"),
+        (lambda store: kvstore.create("dist_async", staleness=-1), "staleness must be a whole number from 0 on"),
+        (lambda store: kvstore.create("dist_async", servers=1), "servers must be a whole number from 0 on, at most 0"),
+        (lambda store: kvstore.create("dist_async", staleness=0, compensation=True), "there are none"),
+        (lambda store: kvstore.create("dist_async").set_gradient_compression("int8"), "no common residual"),
+        (lambda store: kvstore.create("dist_async").attach(torch.nn.Linear(2, 2)), "do not push together"),
         (lambda store: kvstore.create("dist"), ""),
         (lambda store: kvstore.create("p3"), "unknown store 'p3'"),
         (lambda store: kvstore.create(reduce="max"), "reduce"),

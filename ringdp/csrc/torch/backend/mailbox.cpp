@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/naming.h"
 
 namespace ringdp {
 namespace {
@@ -56,6 +57,7 @@ void Mailbox::open(const ProcessGroupRing& ring, const std::string& name) {
 
 void Mailbox::expect(int from) {
   Peer& peer = peers_.at(static_cast<std::size_t>(from));
+  const NamedScope unnamed("");
   const std::scoped_lock lock(mutex_);
   if (peer.expected || peer.lost || closed_) return;
   peer.expected = true;
@@ -79,6 +81,7 @@ void Mailbox::header_came(int from, const std::shared_ptr<Incoming>& incoming) {
   std::memcpy(&bytes, incoming->header.data(), kOwnBytes);
   if (bytes == 0) return came(from);
   Peer& peer = peers_[static_cast<std::size_t>(from)];
+  const NamedScope unnamed("");  // this thread may drive while it waits for an operation that has a name
   try {
     if (bytes > most_bytes_)
       throw Error(ErrorKind::kMismatch, "a message of " + std::to_string(bytes) + " bytes came where at most " +
@@ -106,6 +109,11 @@ void Mailbox::lost(int from, const std::exception_ptr& why) {
   Peer& peer = peers_[static_cast<std::size_t>(from)];
   if (!peer.lost) peer.lost = why;
   changed_.notify_all();
+}
+
+void Mailbox::require(int member) {
+  const std::scoped_lock lock(mutex_);
+  if (const auto& lost = peers_.at(static_cast<std::size_t>(member)).lost) std::rethrow_exception(lost);
 }
 
 std::optional<Mailbox::Message> Mailbox::next(int from, int64_t timeout_ms) {
@@ -150,6 +158,7 @@ int64_t Mailbox::send(int to, std::string_view header, at::Tensor payload, bool 
   if (payload.defined() && !(payload.is_cpu() && payload.is_contiguous()))
     throw Error(ErrorKind::kValue, "a payload has to be contiguous, on the CPU");
   Peer& peer = peers_.at(static_cast<std::size_t>(to));
+  const NamedScope unnamed("");
   const auto began = Clock::now();
   int64_t waited_ns = 0;
   std::vector<std::shared_ptr<Work>> done;  // dropped without the locks

@@ -43,6 +43,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
   // Takes one more message of that member when it comes.
   void expect(int from);
+  // Throws the error by which that member was lost.
+  void require(int member);
   // Waits for a message of that member, or of any one (-1), in turn; nullopt after the time, or when it is closed.
   // The loss of a member is told once where any one is waited for, and thrown where that member is.
   std::optional<Message> next(int from, int64_t timeout_ms);

@@ -72,6 +72,9 @@ void bind_mailbox(py::module_& module) {
       .def(
           "expect", [](Handle& self, int from) { self.box().expect(from); }, py::arg("source"), NoGil(),
           "Take one more message of that member when it comes.")
+      .def(
+          "require", [](Handle& self, int member) { self.box().require(member); }, py::arg("member"), NoGil(),
+          "Raise the error by which that member was lost.")
       .def("next", &next, py::arg("source"), py::arg("timeout_ms"),
            "(member, header, payload) of the next message of that member, or of any one (-1); None after the time, or "
            "when it is closed. A member that is lost: (member, None, None), once; PeerLostError where it is `source`.")
