@@ -11,7 +11,8 @@ slices, an update runs on the owner, and a pull is an all-gather.
 
 from ringdp.kvstore.async_store import AsyncStats, AsyncStore
 from ringdp.kvstore.attached import Attached
-from ringdp.kvstore.store import KVStore, create
+from ringdp.kvstore.create import create
+from ringdp.kvstore.store import KVStore
 from ringdp.kvstore.trainer import Trainer
 
 __all__ = ["AsyncStats", "AsyncStore", "Attached", "KVStore", "Trainer", "create"]

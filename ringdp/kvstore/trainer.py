@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.kvstore.create import create
 from ringdp.kvstore.keys import check_number
-from ringdp.kvstore.store import KVStore, create
+from ringdp.kvstore.store import KVStore
 from ringdp.kvstore.updates import resolve
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Iterable[Tensor]

@@ -70,10 +70,14 @@ def trainers_are_equal() -> None:
         assert torch.equal(one, other)
 
 
+def added(key: str, given: Tensor, value: Tensor) -> None:
+    value.add_(given)
+
+
 def own_writes() -> None:
     """Each rank adds to a key of its own, and to one of all: it sees all that it has pushed, and wholes of others."""
     kv = store()
-    kv.set_updater(lambda key, given, value: value.add_(given))
+    kv.set_updater(added)
     mine, shared = torch.zeros(40, 77), torch.zeros(5000)
     for rank in range(kv.num_workers):
         kv.init(f"of {rank}", mine)
