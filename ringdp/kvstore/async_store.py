@@ -5,20 +5,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp import refusals
-from ringdp.errors import InvalidArgumentError, InvalidStateError
+from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged, PeerLostError
 from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
-from ringdp.kvstore import slices
+from ringdp.job.elastic import is_elastic, places
+from ringdp.kvstore import moving, slices
 from ringdp.kvstore.attached import Attached
 from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, flat, summed
 from ringdp.kvstore.messages import Kind
@@ -26,6 +28,10 @@ from ringdp.kvstore.service import Members, Service
 from ringdp.kvstore.slices import Lot, Slices
 from ringdp.kvstore.store import KVStore
 from ringdp.kvstore.table import Table
+from ringdp.text import ranks_by_number
+
+_log = logging.getLogger("ringdp.kvstore")
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,9 @@ class AsyncStore(KVStore):
         self, group: dist.ProcessGroup | None, reduce: str, staleness: int | None, servers: int, compensates: bool
     ) -> None:
         members = Members.of(group, servers)
+        if staleness == 0 and group is not None and is_elastic(group):
+            refusals.refuse("elastic", "waiting kvstore")
+        self._places = (0,) if group is None else places(group)  # of the members' ranks, for good
         super().__init__("dist_async", None, reduce)
         described = f"dist_async, reduce={reduce!r}, {staleness=}, {servers=}, compensation={compensates}"
         self._table = Table(group, average=reduce == "mean", description=described, owners=members.owners)
@@ -78,11 +87,14 @@ class AsyncStore(KVStore):
         if members.owns:
             average = len(members.workers) if reduce == "mean" else 1
             self._served = Slices(members.owners.index(members.rank), average, compensates=compensates)
+        self._compensates = compensates
         self._service = Service(members, self._served, staleness)
         self._lots: dict[tuple[str, ...], list[tuple[int, Lot]]] = {}
         self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
         self._ages: collections.Counter[int] = collections.Counter()
         self._saves: dict[int, int] = {}  # the last one's requests, by owner, whose answers nobody has looked at
+        self._sent: collections.Counter[int] = collections.Counter()  # pushes, by owner
+        self._folder: str | None = None  # of the last save
         self._lost_pushes = 0
         self.age = 0
 
@@ -127,12 +139,14 @@ class AsyncStore(KVStore):
             _require_finite(name, one, self._members.rank)
         if self._staleness == 0:
             self._in_this_clock.update(values)
-        for owner, lot in self._lots_of(tuple(values)):
-            body = lot.room()
-            place = self._members.owners.index(owner)
-            for name, view in lot.views(body).items():
-                _gather(view, self._table.keys[name].cut.slices(values[name], place))
-            self._service.ask(Kind.PUSH, owner, body, scale=scale)
+        lots = self._lots_of(tuple(values))
+        self._sent.update(owner for owner, _ in lots)
+        try:
+            self._service.ask_each(
+                Kind.PUSH, ((owner, self._body(owner, lot, values)) for owner, lot in lots), scale=scale
+            )
+        except PeerLostError as error:  # its part of this push is lost
+            self._move(error)
 
     def pull(self, key: KeyName | Sequence[KeyName], out: Values, priority: int = 0) -> None:
         """Put the values into the tensors `out`; waits until no worker is too far behind.
@@ -152,13 +166,19 @@ class AsyncStore(KVStore):
                 f"pull: key {min(again)!r} was pushed in clock {self._service.clock}, and with staleness=0 a push"
                 " counts when all workers have ended its clock: call step() first"
             )
-        asked = [
-            (owner, lot, self._service.ask(Kind.PULL, owner, lot.head)) for owner, lot in self._lots_of(tuple(wanted))
-        ]
         wholes = {name: self._target(name, tensors[0]) for name, tensors in wanted.items()}
+        self._or_move(lambda: self._pull_into(wholes))
+        for name, tensors in wanted.items():
+            for tensor in tensors:
+                if tensor.data_ptr() != wholes[name].data_ptr():
+                    tensor.copy_(wholes[name].view(tensor.shape))
+
+    def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
+        lots = dict(self._lots_of(tuple(wholes)))
+        asked = self._service.ask_each(Kind.PULL, ((owner, lot.head) for owner, lot in lots.items()))
         self.age = 0
-        for owner, lot, sequence in asked:
-            answer = self._service.answer_of(owner, sequence)
+        for owner, sequence in asked.items():
+            answer, lot = self._service.answer_of(owner, sequence), lots[owner]
             self.age = max(self.age, answer.age)
             self._ages[answer.age] += 1
             if answer.payload is None:
@@ -166,10 +186,6 @@ class AsyncStore(KVStore):
             place = self._members.owners.index(owner)
             for name, view in lot.views(answer.payload).items():
                 _scatter(view, self._table.keys[name].cut.slices(wholes[name], place))
-        for name, tensors in wanted.items():
-            for tensor in tensors:
-                if tensor.data_ptr() != wholes[name].data_ptr():
-                    tensor.copy_(wholes[name].view(tensor.shape))
 
     def pushpull(
         self,
@@ -194,17 +210,20 @@ class AsyncStore(KVStore):
         """
         self._settle()
         self._in_this_clock.clear()
-        self._service.step()
+        try:
+            self._service.step()
+        except PeerLostError as error:
+            self._move(error)  # the other owners know the clock
 
     def flush(self) -> None:
         """Wait until the owners have done all that this worker has asked of them."""
         self._settle()
-        self._service.sync()
+        self._or_move(lambda: self._service.sync())
 
     def barrier(self) -> None:
         """As `flush`, and wait until all workers have come here."""
         self._settle()
-        self._service.barrier()
+        self._or_move(lambda: self._service.barrier())
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set it for this worker's pushes from here on, and those of others that come after: one worker's call is
@@ -222,7 +241,7 @@ class AsyncStore(KVStore):
             dict(sorted(self._ages.items())),
             dict(service.waited_s),
             service.held_s,
-            0 if owner is None else owner.pushes,
+            0 if owner is None else owner.pushes.total(),
             self._lost_pushes + (0 if owner is None else owner.lost_pushes),
         )
 
@@ -271,7 +290,9 @@ class AsyncStore(KVStore):
         """
         self._settle()
         self._check_saves()
-        self._saves = self._service.ask_all(Kind.SAVE, as_tensor(os.fspath(folder).encode()))
+        self._folder = os.fspath(folder)
+        body = as_tensor(self._folder.encode())
+        self._saves = self._or_move(lambda: self._service.ask_all(Kind.SAVE, body))
 
     def load(self, folder: str | os.PathLike[str]) -> int:
         """Read the newest files of `save` of all owners, at any number of ranks; on all ranks. Returns their clock.
@@ -373,6 +394,60 @@ class AsyncStore(KVStore):
 
     def _flush_if_pushed(self) -> None:
         pass
+
+    def _or_move(self, call: Callable[[], Result]) -> Result:
+        """As often as an owner is lost meanwhile."""
+        while True:
+            try:
+                return call()
+            except PeerLostError as error:
+                self._move(error)
+
+    def _move(self, error: PeerLostError) -> None:
+        """Go on with the owners that are left. Raises the error where the job is not elastic."""
+        group, old, owner = self._table.group, self._service, self._service.owner
+        if group is None or not is_elastic(group) or isinstance(error, MembershipChanged):
+            raise error
+        old.drain()
+        content = None
+        if owner is not None and self._served is not None:
+            with owner.lock:
+                content = self._served.content(old.clock, owner.pushes)
+        left = moving.Left(self._places, self._members, old.clock, self._sent, content, self._folder)
+        try:
+            found = moving.meet(group, left)
+        finally:
+            old.close(wait=False)
+        self._lost_pushes += found.lost_pushes + (0 if owner is None else owner.lost_pushes)
+        self._places, self._members, members = found.places, found.members, found.members
+        self._table.deal_again(members.owners, members.rank)
+        if members.owns:
+            average = len(members.workers) if self._table.average else 1
+            self._served = Slices(members.owners.index(members.rank), average, compensates=self._compensates)
+            self._served.agree(list(self._table.keys.values()), self._table.slices, self._table.update)
+            self._served.take(found.contents)
+        self._lots.clear()
+        self._sent.clear()
+        self._saves = {}
+        self._service = Service(members, self._served, self._staleness, clocks=found.clocks, name=found.name)
+        self._service.agreed = old.agreed
+        if self._service.owner is not None:
+            self._service.owner.agree_again(old.agreed)
+        if members.rank == 0:
+            _log.warning(
+                "%s of a dist_async store lost with its slices: they are those of clock %d, and %d pushes of the ranks"
+                " that are left count nowhere",
+                ranks_by_number(found.lost),
+                found.since,
+                found.lost_pushes,
+            )
+
+    def _body(self, owner: int, lot: Lot, values: Mapping[str, Tensor]) -> Tensor:
+        """Of a push."""
+        body, place = lot.room(), self._members.owners.index(owner)
+        for name, view in lot.views(body).items():
+            _gather(view, self._table.keys[name].cut.slices(values[name], place))
+        return body
 
     def _lots_of(self, names: tuple[str, ...]) -> list[tuple[int, Lot]]:
         """By owner, without those that have nothing of these keys; this rank last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +25,18 @@ class Clocks:
     left counts no more.
 
     Args:
+        workers: with their clocks.
         staleness: how many clocks a worker may be ahead of the slowest one; None: no limit.
 
     Attributes:
         least: of the workers that are there; when none is, of those that were last.
     """
 
-    def __init__(self, workers: Iterable[int], staleness: int | None) -> None:
+    def __init__(self, workers: Mapping[int, int], staleness: int | None) -> None:
         self.staleness = staleness
-        self._there = dict.fromkeys(workers, 0)
+        self._there = dict(workers)
         self.least = 0
+        self._look()
 
     @property
     def workers(self) -> list[int]:

@@ -5,11 +5,12 @@ It does not communicate: a thread hands it requests, and it calls `Answering` wi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -51,7 +52,7 @@ class Served(Protocol):
     def set(self, body: Tensor | None) -> None:
         """Change a number of the update."""
 
-    def writer(self, folder: str, clock: int, pushes: int) -> Callable[[], None]:
+    def writer(self, folder: str, clock: int, pushes: Mapping[int, int]) -> Callable[[], None]:
         """Copies everything; what it returns writes that to a file, on another thread, and raises OSError."""
 
 
@@ -88,7 +89,7 @@ class Owner:
 
     Attributes:
         agreed: how often the ranks have agreed on keys and settings; a request made after more of that waits.
-        pushes: applied so far.
+        pushes: applied so far, by worker.
         lost_pushes: of workers that were lost before the clock of the push was over.
         failure: in which it ended; every request gets it.
     """
@@ -104,7 +105,9 @@ class Owner:
         self._own: dict[int, int] = {}  # of each worker, its pushes since then
         self._writing: threading.Thread | None = None
         self.agreed = 0
-        self.pushes = self.lost_pushes = 0
+        self.pushes: collections.Counter[int] = collections.Counter()
+        self.lost_pushes = 0
+        self._over = False  # see `end_waits`
         self.failure: Exception | None = None
 
     @property
@@ -123,6 +126,12 @@ class Owner:
         with self.lock:
             take()
             self.agreed += 1
+            self._go_on()
+
+    def agree_again(self, agreed: int) -> None:
+        """The values are those of so many agreements: of a new owner's part of a store that goes on."""
+        with self.lock:
+            self.agreed = agreed
             self._go_on()
 
     def take(self, worker: int, message: Message) -> None:
@@ -151,6 +160,12 @@ class Owner:
         """All requests, also those to come, get this error."""
         with self.lock:
             self.failure = self.failure or error
+            self._go_on()
+
+    def end_waits(self) -> None:
+        """An owner is lost: no request waits for other workers any more, since they stop to see what is left."""
+        with self.lock:
+            self._over = True
             self._go_on()
 
     def look(self) -> None:
@@ -186,7 +201,7 @@ class Owner:
 
     def _may_do(self, worker: int) -> bool:
         message = self._asked[worker].message
-        if self.failure is not None:
+        if self.failure is not None or self._over:
             return True
         if message.agreed > self.agreed:  # this rank comes to it soon
             return False
@@ -206,12 +221,12 @@ class Owner:
                 self._push(worker, message)
             elif message.kind is Kind.PULL:
                 payload = self._served.answer(message.payload)
-                self._pulled_at[worker], self._own[worker] = self.pushes, 0
+                self._pulled_at[worker], self._own[worker] = self.pushes.total(), 0
             elif message.kind is Kind.TICK:
                 self.clocks.reached(worker, message.clock)
             elif message.kind is Kind.SET:
                 self._served.set(message.payload)
-            elif message.kind is Kind.SAVE:
+            elif message.kind is Kind.SAVE and not self._over:
                 self._save(worker, asked)
                 return
             elif message.kind is Kind.LEAVE:
@@ -233,14 +248,14 @@ class Owner:
 
     def _push(self, worker: int, message: Message) -> None:
         assert message.payload is not None
-        late = self.pushes - self._pulled_at.get(worker, 0) - self._own.get(worker, 0)
+        late = self.pushes.total() - self._pulled_at.get(worker, 0) - self._own.get(worker, 0)
         push = Push(worker, message.payload, message.scale, late)
         self._own[worker] = self._own.get(worker, 0) + 1
         if self.clocks.staleness == 0:
             self._kept.setdefault(message.clock, []).append(push)
         else:
             self._served.apply([push])
-            self.pushes += 1
+            self.pushes[worker] += 1
 
     def _apply_kept(self) -> None:
         """The pushes of clocks that all workers have gone past."""
@@ -255,7 +270,7 @@ class Owner:
                     f"the owner on rank {self._rank} has failed in the update of clock {clock}:"
                     f" {type(error).__name__}: {error}"
                 )
-            self.pushes += len(pushes)
+            self.pushes.update(one.worker for one in pushes)
 
     def _save(self, worker: int, asked: _Asked) -> None:
         """All workers that are there have come to it: the values are those of their clock."""
@@ -280,7 +295,7 @@ class Owner:
             return
         if self._writing is not None:
             self._writing.join()
-        write = self._served.writer(folders.pop(), min(clocks), self.pushes)
+        write = self._served.writer(folders.pop(), min(clocks), dict(self.pushes))
         self._writing = threading.Thread(target=self._write, args=(write, saving), name="ringdp kvstore save")
         self._writing.start()
         for one in saving:

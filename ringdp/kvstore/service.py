@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import errors
-from ringdp.errors import InvalidStateError, RingError, RingTimeoutError, SystemResourceError
+from ringdp.errors import InvalidStateError, PeerLostError, RingError, RingTimeoutError, SystemResourceError
 from ringdp.job.backend import BACKEND, backend_of, timeout_of
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes
 from ringdp.job.elastic import as_unit
@@ -82,6 +83,8 @@ class Service:
 
     Args:
         served: this rank's part of the values; None where it owns nothing.
+        clocks: of the workers; None: all begin at 0.
+        name: of the connections, the same on all ranks and never used before; None: the ranks agree on one.
 
     Attributes:
         clock: this worker's.
@@ -90,8 +93,17 @@ class Service:
         held_s: for how long slow workers were waited for.
     """
 
-    def __init__(self, members: Members, served: Served | None, staleness: int | None) -> None:
-        self.members, self.clock = members, 0
+    def __init__(
+        self,
+        members: Members,
+        served: Served | None,
+        staleness: int | None,
+        *,
+        clocks: Mapping[int, int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        begin = dict.fromkeys(members.workers, 0) if clocks is None else dict(clocks)
+        self.members, self.clock = members, begin.get(members.rank, 0)
         self.agreed = 0
         self.waited_s = dict.fromkeys(members.owners, 0.0)
         self.held_s = 0.0
@@ -100,12 +112,11 @@ class Service:
         self._mine: dict[int, Message] = {}  # of this rank's own owner; under its lock
         self._process = os.getpid()
         self._closed = False
-        self._requests, self._answers = self._mailboxes(members.group)
+        self._requests, self._answers = self._mailboxes(members.group, name)
         self.owner: Owner | None = None
         self._thread: threading.Thread | None = None
         if served is not None:
-            clocks = Clocks(members.workers, staleness)
-            self.owner = Owner(served, clocks, self, rank=members.rank, timeout_s=members.timeout_s)
+            self.owner = Owner(served, Clocks(begin, staleness), self, rank=members.rank, timeout_s=members.timeout_s)
         if self._answers is not None and members.works:
             for owner in members.owners:
                 if owner != members.rank:
@@ -117,16 +128,17 @@ class Service:
         atexit.register(_end_all)  # after the groups', and so before them
 
     @staticmethod
-    def _mailboxes(group: dist.ProcessGroup | None) -> tuple[Any, Any]:
+    def _mailboxes(group: dist.ProcessGroup | None, name: str | None) -> tuple[Any, Any]:
         if group is None or group.size() == 1:
             return None, None
         if backend_of(group, "cpu") != BACKEND:
             raise InvalidStateError(f"dist_async needs the backend {BACKEND} for the CPU, and this group has another")
         from ringdp import _C
 
-        mine = secrets.token_hex(_NAME_BYTES // 2).encode()
-        meet = functools.partial(all_gather_bytes, mine, group, room=_NAME_BYTES)
-        name = as_unit(group, "name of an asynchronous store", meet)[0].decode()
+        if name is None:
+            mine = secrets.token_hex(_NAME_BYTES // 2).encode()
+            meet = functools.partial(all_gather_bytes, mine, group, room=_NAME_BYTES)
+            name = as_unit(group, "name of an asynchronous store", meet)[0].decode()
         requests, answers = (
             _C.Mailbox(group=group, name=f"ringdp {what} {name}", most_bytes=_MOST_BYTES)
             for what in ("requests", "answers")
@@ -174,14 +186,15 @@ class Service:
             RingError: it answers with an error.
         """
         began = time.monotonic()
-        if owner == self.members.rank:
-            assert self.owner is not None
-            with self.owner.lock:
-                while sequence not in self._mine:
-                    self.owner.lock.wait(_ANSWER_MS / 1000)
-                message = self._mine.pop(sequence)
-        else:
-            message = self._answer_from(owner, sequence, began)
+        while (message := self._answer_from(owner, sequence)) is None:
+            self._require_owners()
+            if time.monotonic() - began > 2 * self.members.timeout_s:  # it ends what waits for slow workers sooner
+                raise RingTimeoutError(
+                    f"the owner on rank {owner} has not answered rank {self.members.rank} for"
+                    f" {time.monotonic() - began:.0f} s: is its process stopped?",
+                    rank=self.members.rank,
+                    peer=owner,
+                )
         self.held_s += message.held_s
         self.waited_s[owner] += max(0.0, time.monotonic() - began - message.held_s)
         if message.kind is Kind.ERROR:
@@ -192,7 +205,30 @@ class Service:
 
     def ask_all(self, kind: Kind, payload: Tensor | None = None) -> dict[int, int]:
         """As `ask`, of all owners, this rank last; the sequence numbers, by owner."""
-        return {owner: self.ask(kind, owner, payload) for owner in self.remote_first()}
+        return self.ask_each(kind, [(owner, payload) for owner in self.remote_first()])
+
+    def ask_each(
+        self, kind: Kind, payloads: Iterable[tuple[int, Tensor | None]], *, scale: float = 1.0
+    ) -> dict[int, int]:
+        """As `ask`, of some owners; where one is lost, the others are asked before that is raised."""
+        asked: dict[int, int] = {}
+        lost: PeerLostError | None = None
+        for owner, payload in payloads:
+            try:
+                asked[owner] = self.ask(kind, owner, payload, scale=scale)
+            except PeerLostError as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
+        return asked
+
+    def drain(self) -> None:
+        """When an owner is lost: the others have done all that this worker has asked of them."""
+        for owner in self.remote_first():
+            with contextlib.suppress(PeerLostError):
+                sequence = self.ask(Kind.SYNC, owner)
+                while self._answer_from(owner, sequence) is None:
+                    self._requests.require(owner)
 
     def remote_first(self) -> list[int]:
         rank = self.members.rank
@@ -288,23 +324,28 @@ class Service:
         while self.owner.has_request_of(self.members.rank):
             self.owner.lock.wait(_ANSWER_MS / 1000)
 
-    def _answer_from(self, owner: int, sequence: int, began: float) -> Message:
+    def _answer_from(self, owner: int, sequence: int) -> Message | None:
+        """None: it has not come for some time."""
+        if owner == self.members.rank:
+            assert self.owner is not None
+            with self.owner.lock:
+                if sequence not in self._mine:
+                    self.owner.lock.wait(_ANSWER_MS / 1000)
+                return self._mine.pop(sequence, None)
         while (message := self._early.pop(sequence, None)) is None:
-            if (found := self._answers.next(owner, _ANSWER_MS)) is not None:
-                _, header, payload = found
-                self._answers.expect(owner)
-                came = Message.of(header, payload)
-                self._early[came.sequence] = came
-                continue
-            self._requests.require(owner)
-            if time.monotonic() - began > 2 * self.members.timeout_s:  # it ends what waits for slow workers sooner
-                raise RingTimeoutError(
-                    f"the owner on rank {owner} has not answered rank {self.members.rank} for"
-                    f" {time.monotonic() - began:.0f} s: is its process stopped?",
-                    rank=self.members.rank,
-                    peer=owner,
-                )
+            if (found := self._answers.next(owner, _ANSWER_MS)) is None:
+                return None
+            _, header, payload = found
+            self._answers.expect(owner)
+            came = Message.of(header, payload)
+            self._early[came.sequence] = came
         return message
+
+    def _require_owners(self) -> None:
+        """Raises PeerLostError where one is lost: others may wait for that before they answer this worker."""
+        if self._requests is not None:
+            for owner in self.members.owners:
+                self._requests.require(owner)
 
     def _serve(self) -> None:
         assert self.owner is not None
@@ -318,6 +359,8 @@ class Service:
                     worker, header, payload = found
                     if header is None:
                         self.owner.lost(worker)
+                        if worker in self.members.owners:
+                            self.owner.end_waits()
                     else:
                         self.owner.take(worker, Message.of(header, payload))
                 if (now := time.monotonic()) - looked > _LOOK_MS / 1000:

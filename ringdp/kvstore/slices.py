@@ -120,12 +120,13 @@ class Slices:
         if isinstance(self.update, Optimizer):
             self.update.set_numbers({"lr": body.view(torch.float64).item()})
 
-    def writer(self, folder: str, clock: int, pushes: int) -> Callable[[], None]:
+    def content(self, clock: int, pushes: Mapping[int, int]) -> dict[str, Any]:
+        """Copies of all values and states, in numbers, text and tensors."""
         update = self.update
         content: dict[str, Any] = {
             "ringdp_async_slices": FORMAT,
             "clock": clock,
-            "pushes": pushes,
+            "pushes": {str(worker): count for worker, count in pushes.items()},
             "keys": {it.name: (list(it.shape), *dataclasses.astuple(it.cut)) for it in self._keys},
             "values": {name: it.clone() for name, it in self.values.items()},
         }
@@ -139,6 +140,10 @@ class Slices:
                 }
                 for name, it in self.values.items()
             }
+        return content
+
+    def writer(self, folder: str, clock: int, pushes: Mapping[int, int]) -> Callable[[], None]:
+        content = self.content(clock, pushes)
         owners = self._keys[0].cut.ranks if self._keys else 1
 
         def write() -> None:

@@ -212,6 +212,19 @@ class Table:
 
         return self.operations.run(f"values of new keys {describe_names(names)}", broadcast)
 
+    def deal_again(self, owners: Sequence[int], rank: int) -> None:
+        """Cut all keys for other owners: the slices begin without values, and the update without a state."""
+        self.rank = list(owners).index(rank) if rank in owners else -1
+        self.ranks = len(owners)
+        self._owners = Owners(self.ranks)
+        self._plans.clear()
+        self.update = self.update.renewed() if isinstance(self.update, Optimizer) else self.update
+        for name, key in self.keys.items():
+            cut = self._owners.cut(key.numel, key.dtype.itemsize)
+            self.keys[name] = dataclasses.replace(key, cut=cut)
+            numel = 0 if self.rank < 0 else cut.numel(self.rank)
+            self.slices[name] = torch.empty(numel, dtype=key.dtype, device=key.device)
+
     # Operations of all ranks.
 
     @property

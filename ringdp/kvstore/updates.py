@@ -128,6 +128,12 @@ class Optimizer:
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         self.torch_optimizer.param_groups[0].update(numbers)
 
+    def renewed(self) -> Optimizer:
+        """Another one with these settings, without a state."""
+        other = Optimizer(self._kind, self._numbers)
+        other.set_numbers(self.numbers())
+        return other
+
     def _learn(self, values: Mapping[str, Tensor]) -> None:
         if len(values) == len(self._known):
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Rows:
     def set(self, body: Tensor | None) -> None:
         """There is nothing to set."""
 
-    def writer(self, folder: str, clock: int, pushes: int) -> Callable[[], None]:
+    def writer(self, folder: str, clock: int, pushes: Mapping[int, int]) -> Callable[[], None]:
         """`ShardedEmbedding.save` writes, when all workers have stopped."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ringdp import _C, refusals, values
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged
 from ringdp.job.byte_collectives import alone, require_member, together
-from ringdp.job.elastic import places
+from ringdp.job.elastic import is_elastic, places
 from ringdp.kvstore.agreement import compare_settings
 from ringdp.kvstore.service import Members
 from ringdp.nn import saved
@@ -137,6 +137,8 @@ class ShardedEmbedding(nn.Module):
                 values.whole("ShardedEmbedding", "staleness", staleness, 0)
                 if not asynchronous:
                     raise InvalidArgumentError("staleness is of an asynchronous table: give asynchronous=True")
+            if asynchronous and self._group is not None and is_elastic(self._group):
+                refusals.refuse("elastic", "async table")
             if asynchronous and count is None:
                 refusals.refuse("async kvstore", "growing")
             _check_size(count, embedding_dim, len(self._owners))

@@ -3,7 +3,7 @@ somebody can always go on, for any order of joins, leaves, losses and speeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ _BODY = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def test_a_request_waits_for_the_slowest() -> None:
-    clocks = Clocks([0, 1, 2], 1)
+    clocks = Clocks({0: 0, 1: 0, 2: 0}, 1)
     clocks.reached(0, 3)
     clocks.reached(1, 1)
     assert clocks.waits(1) is None
@@ -33,7 +33,7 @@ def test_a_request_waits_for_the_slowest() -> None:
 
 
 def test_without_a_limit_nothing_waits() -> None:
-    clocks = Clocks([0, 1], None)
+    clocks = Clocks({0: 0, 1: 0}, None)
     clocks.reached(0, 100)
     assert clocks.waits(100) is None
     assert clocks.age(100) == 100
@@ -55,7 +55,7 @@ class _Values:
     def set(self, body: Tensor | None) -> None:
         pass
 
-    def writer(self, folder: str, clock: int, pushes: int) -> Callable[[], None]:
+    def writer(self, folder: str, clock: int, pushes: Mapping[int, int]) -> Callable[[], None]:
         self.saved.append((folder, clock))
         return lambda: None
 
@@ -84,7 +84,9 @@ class Workers(RuleBasedStateMachine):
     def begin(self, count: int, staleness: int | None) -> None:
         self.staleness = staleness
         self.values, self.network = _Values(), _Network()
-        self.owner = Owner(self.values, Clocks(range(count), staleness), self.network, rank=0, timeout_s=60)
+        self.owner = Owner(
+            self.values, Clocks(dict.fromkeys(range(count), 0), staleness), self.network, rank=0, timeout_s=60
+        )
         self.network.free.update(range(count))
         self.clock = dict.fromkeys(range(count), 0)  # of the workers that are there
         self.pushed: dict[int, list[int]] = {worker: [] for worker in range(count)}  # clocks that have ended, of pushes
@@ -185,7 +187,11 @@ TestWorkers.settings = settings(max_examples=200, stateful_step_count=40, deadli
 
 def _owner(staleness: int | None, workers: int = 2) -> tuple[Owner, _Values, _Network]:
     values, network = _Values(), _Network()
-    return Owner(values, Clocks(range(workers), staleness), network, rank=0, timeout_s=60), values, network
+    return (
+        Owner(values, Clocks(dict.fromkeys(range(workers), 0), staleness), network, rank=0, timeout_s=60),
+        values,
+        network,
+    )
 
 
 def test_pushes_of_a_clock_are_applied_in_the_order_of_the_workers() -> None:

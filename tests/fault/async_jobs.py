@@ -1,0 +1,138 @@
+"""What the ranks of test_async_store.py do: train with dist_async, and be killed at a message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ringdp
+from ringdp import kvstore
+from ringdp.errors import RingError
+from ringdp.kvstore.async_store import AsyncStore
+from ringdp.kvstore.messages import Kind, Message
+from ringdp.kvstore.service import Service
+from tests.fault.elastic_jobs import telling
+from tests.train.async_cases import added
+
+NUMEL = 3000  # in slices of 960 on three ranks, and a rest
+STEPS, SAVED = 12, 3
+
+
+def die_at(number: int, where: str) -> Any:
+    """This process is killed at its `number`-th request, or the `number`-th answer of its owner."""
+    left = number
+    name = {"request": "ask", "answer": "answer"}[where]
+    own = getattr(Service, name)
+
+    def count(*given: Any, **named: Any) -> Any:
+        nonlocal left
+        if (left := left - 1) < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*given, **named)
+
+    return mock.patch.object(Service, name, count)
+
+
+def store(**options: Any) -> tuple[AsyncStore, Tensor]:
+    kv = kvstore.create("dist_async", **options)
+    kv.set_updater(added)
+    value = torch.zeros(NUMEL)
+    kv.init("w", value)
+    kv.barrier()
+    return kv, value
+
+
+def steps(kv: AsyncStore, value: Tensor, numbers: range) -> None:
+    for _ in numbers:
+        kv.push("w", torch.ones(NUMEL))
+        kv.step()
+        kv.pull("w", value)
+        time.sleep(0.002)
+
+
+def elastic(folder: str, victim: int, number: int, where: str, staleness: int | None) -> dict[str, Any]:
+    """Trains with a save in the middle; the victim is killed after it."""
+    with telling(folder) as (told, place):
+        kv, value = store(staleness=staleness)
+        steps(kv, value, range(SAVED))
+        kv.barrier()
+        kv.save(Path(folder) / "slices")
+        kv.barrier()
+        kv._check_saves()
+        cuts = kv._table.keys["w"].cut
+        moved = torch.zeros(NUMEL, dtype=torch.bool)
+        for view in cuts.slices(moved, victim):
+            view.fill_(True)
+        if place == victim:
+            with die_at(number, where):
+                steps(kv, value, range(SAVED, STEPS + 1000))
+        steps(kv, value, range(SAVED, STEPS))
+        kv.barrier()
+        kv.pull("w", value)
+        result = {
+            "moved": sorted(set(value[moved].tolist())),
+            "kept": sorted(set(value[~moved].tolist())),
+            "stats": kv.stats(),
+            "rank": kv.rank,
+            "workers": kv.num_workers,
+        }
+        kv.close()
+    return result | {"lines": told.lines}
+
+
+def without_saves(folder: str, victim: int) -> str:
+    with telling(folder) as (_, place):
+        kv, value = store(staleness=2)
+        if place == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            steps(kv, value, range(100))
+        except RingError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def owner_is_killed(folder: str, victim: int, number: int, where: str) -> tuple[str, float]:
+    """Without elasticity: what the others get, and how long after."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ringdp.init(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=60)
+    kv, value = store(staleness=1)
+    began = time.monotonic()
+    try:
+        if rank == victim:
+            with die_at(number, where):
+                steps(kv, value, range(10_000))
+        steps(kv, value, range(10_000))
+    except RingError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "nothing", 0.0
+
+
+def worker_is_killed(folder: str, victim: int, number: int) -> tuple[int, list[float]]:
+    """The last rank serves: the workers that are left go on."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ringdp.init(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=60)
+    kv = kvstore.create("dist_async", staleness=1, servers=1)
+    kv.set_updater(added)
+    value = torch.zeros(NUMEL)
+    kv.init("w", value)
+    if kv.is_server:
+        kv.serve()
+        return kv.stats().pushes, []
+    if rank == victim:
+        with die_at(number, "request"):
+            steps(kv, value, range(10_000))
+    steps(kv, value, range(50))
+    kv.close()
+    return kv.stats().clock, sorted(set(value.tolist()))
+
+
+def a_message_of_every_kind() -> list[str]:
+    return [Message(kind, 1, 0).kind.name for kind in Kind]

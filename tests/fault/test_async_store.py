@@ -1,0 +1,81 @@
+"""dist_async when ranks die at one of their messages: a worker is counted no more, an owner is an error that names it,
+or, in an elastic job, its slices go on from its last save with the ranks that are left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fault import async_jobs as jobs
+from tests.fault.faults import sampled
+from tests.train.harness import Outcome, ring_is_built, run_outcomes
+
+pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+
+def survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
+    assert "code -9" in (outcomes[victim].text or ""), outcomes[victim].text
+    left = [one for one in outcomes if one.rank != victim]
+    for one in left:
+        assert one.text is None, one.text
+    return left
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "where"),
+    [(1, 2, "request"), *sampled([(v, n, w) for v in (0, 1, 2) for n in range(9) for w in ("request", "answer")], 2)],
+)
+@pytest.mark.parametrize("staleness", [2, None])
+def test_a_lost_owners_slices_go_on_from_its_last_save(
+    tmp_path: Path, victim: int, number: int, where: str, staleness: int | None
+) -> None:
+    world = 3
+    outcomes = run_outcomes(
+        jobs.elastic, str(tmp_path), victim, number, where, staleness, world_size=world, backend=None, others_stay=True
+    )
+    told = [one.value for one in survivors(outcomes, victim)]
+    others = world - 1
+    for one in told:
+        assert one["workers"] == others
+        assert (one["moved"], one["kept"]) == (told[0]["moved"], told[0]["kept"])
+        (lost_pushes,) = {one["stats"].lost_pushes}
+        [moved], kept = one["moved"], one["kept"]
+        # At the save there were 3 pushes of 3 ranks; of those after it all count but the lost ones, and in the moved
+        # slices none of the victim's.
+        assert moved == world * jobs.SAVED + others * (jobs.STEPS - jobs.SAVED) - lost_pushes
+        assert all(it >= others * jobs.STEPS + jobs.SAVED for it in kept)
+        assert staleness is None or max(one["stats"].staleness) <= staleness
+    lines = [line for one in told for line in one["lines"] if "of a dist_async store lost" in line]
+    assert len(lines) == 1
+    assert f"rank {victim} of a dist_async store lost with its slices: they are those of clock {jobs.SAVED}" in lines[0]
+    assert f"{told[0]['stats'].lost_pushes} pushes" in lines[0]
+
+
+def test_without_a_save_the_loss_is_said(tmp_path: Path) -> None:
+    outcomes = run_outcomes(jobs.without_saves, str(tmp_path), 1, world_size=3, backend=None, others_stay=True)
+    for one in survivors(outcomes, 1):
+        assert one.value.startswith("MembershipChanged: slices of a dist_async store were lost with rank 1")
+        assert "call save(folder)" in one.value
+
+
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [(3, "request"), *sampled([(n, w) for n in range(12) for w in ("request", "answer")], 2)],
+)
+def test_without_elasticity_a_lost_owner_is_an_error_that_names_it(tmp_path: Path, number: int, where: str) -> None:
+    outcomes = run_outcomes(jobs.owner_is_killed, str(tmp_path), 2, number, where, world_size=3, backend=None)
+    for one in survivors(outcomes, 2):
+        text, took_s = one.value
+        assert text.startswith("PeerLostError")
+        assert "rank 2" in text
+        assert took_s < 10
+
+
+@pytest.mark.parametrize("number", [0, *sampled(range(1, 12), 2)])
+def test_a_worker_that_dies_is_waited_for_no_more(tmp_path: Path, number: int) -> None:
+    outcomes = run_outcomes(jobs.worker_is_killed, str(tmp_path), 1, number, world_size=4, backend=None)
+    first, third, server = (one.value for one in survivors(outcomes, 1))
+    assert first[0] == third[0] == 50
+    assert server[0] >= 100
+    assert max(first[1][-1], third[1][-1]) == server[0]
