@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -142,9 +142,8 @@ class AsyncStore(KVStore):
         lots = self._lots_of(tuple(values))
         self._sent.update(owner for owner, _ in lots)
         try:
-            self._service.ask_each(
-                Kind.PUSH, ((owner, self._body(owner, lot, values)) for owner, lot in lots), scale=scale
-            )
+            bodies = ((owner, self._body(owner, lot, values)) for owner, lot in lots)
+            self._service.ask_each(Kind.PUSH, bodies, scale=scale)
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
 
@@ -267,7 +266,7 @@ class AsyncStore(KVStore):
         try:
             self._check_saves()
         finally:
-            self._service.close()
+            self._or_move(lambda: self._service.close())
 
     def __enter__(self) -> AsyncStore:
         return self
@@ -482,8 +481,11 @@ class AsyncStore(KVStore):
 
     def _check_saves(self) -> None:
         saves, self._saves = self._saves, {}
-        for owner, sequence in saves.items():
-            self._service.answer_of(owner, sequence)
+        try:
+            for owner, sequence in saves.items():
+                self._service.answer_of(owner, sequence)
+        except PeerLostError as error:
+            self._move(error)
 
     def _refuse_with_servers(self, what: str) -> None:
         if self._members.owners != self._members.workers:

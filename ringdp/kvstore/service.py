@@ -23,7 +23,7 @@ from ringdp import errors
 from ringdp.errors import InvalidStateError, PeerLostError, RingError, RingTimeoutError, SystemResourceError
 from ringdp.job.backend import BACKEND, backend_of, timeout_of
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes
-from ringdp.job.elastic import as_unit
+from ringdp.job.elastic import as_unit, is_elastic
 from ringdp.kvstore.clocks import Clocks
 from ringdp.kvstore.messages import Kind, Message
 from ringdp.kvstore.owner import Owner, Served
@@ -254,6 +254,9 @@ class Service:
 
         Args:
             wait: False: end at once; the others lose what this rank owns.
+
+        Raises:
+            PeerLostError: in an elastic job, an owner is lost meanwhile; then nothing is closed.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -269,12 +272,17 @@ class Service:
             self._thread.join()
 
     def serve(self) -> None:
-        """Wait until all workers have left."""
+        """Wait until all workers have left. Raises PeerLostError as `close`."""
+        group = self.members.group
+        lasts = group is not None and is_elastic(group)
         if self.owner is None:
             return
         with self.owner.lock:
             while not self.owner.over:
                 self.owner.lock.wait(_ANSWER_MS / 1000)
+                if lasts:
+                    with contextlib.suppress(InvalidStateError):  # one has closed: all have left it
+                        self._require_owners()
 
     # The owner's answers. Any thread; see `Answering`.
 
@@ -302,7 +310,8 @@ class Service:
                 left[owner] = self.ask(Kind.LEAVE, owner)
         for owner, sequence in left.items():
             with contextlib.suppress(RingError):
-                self.answer_of(owner, sequence)
+                while self._answer_from(owner, sequence) is None:
+                    self._requests.require(owner)
         for owner in left:
             with contextlib.suppress(RingError):
                 self.ask(Kind.BYE, owner)
