@@ -38,6 +38,9 @@ RUNNABLES = {
     "memory": Runnable("training.memory", "how much memory does a step take at its peak, beside torch's DDP?", 5),
     "memory_soak": Runnable("training.memory_soak", "does a long training keep its memory and descriptors?", 1),
     "kvstore": Runnable("training.kvstore", "what does the key-value store cost beside collectives?", 2),
+    "async_store": Runnable(
+        "training.async_store", "the asynchronous store beside dist_sync and torch RPC: times, slow ranks, losses", 6
+    ),
     "embedding": Runnable(
         "training.embedding", "a sharded embedding beside whole tables: samples/s, memory", 5,
         "4 cores, 8 GiB",

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -129,21 +129,9 @@ class AsyncStore(KVStore):
             PeerLostError: an owner is lost.
         """
         check_priority("push", priority)
-        scale = check_number("push: scale", scale)
-        given = by_key("push", key, value)
-        self._settle()
-        self._table.check_all("push", given)
-        self._require_update(given)
-        values = {name: summed(tensors, torch.device("cpu")) for name, tensors in given.items()}
-        for name, one in values.items():
-            _require_finite(name, one, self._members.rank)
-        if self._staleness == 0:
-            self._in_this_clock.update(values)
-        lots = self._lots_of(tuple(values))
-        self._sent.update(owner for owner, _ in lots)
+        bodies = self._bodies("push", key, value)
         try:
-            bodies = ((owner, self._body(owner, lot, values)) for owner, lot in lots)
-            self._service.ask_each(Kind.PUSH, bodies, scale=scale)
+            self._service.ask_each(Kind.PUSH, bodies, scale=check_number("push: scale", scale))
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
 
@@ -157,34 +145,9 @@ class AsyncStore(KVStore):
             RingTimeoutError: a worker does not come; it is named.
         """
         check_priority("pull", priority)
-        wanted = by_key("pull", key, out)
-        self._settle()
-        self._table.check_all("pull", wanted)
-        if again := self._in_this_clock & wanted.keys():
-            raise InvalidStateError(
-                f"pull: key {min(again)!r} was pushed in clock {self._service.clock}, and with staleness=0 a push"
-                " counts when all workers have ended its clock: call step() first"
-            )
-        wholes = {name: self._target(name, tensors[0]) for name, tensors in wanted.items()}
+        wanted, wholes = self._wanted("pull", key, out)
         self._or_move(lambda: self._pull_into(wholes))
-        for name, tensors in wanted.items():
-            for tensor in tensors:
-                if tensor.data_ptr() != wholes[name].data_ptr():
-                    tensor.copy_(wholes[name].view(tensor.shape))
-
-    def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
-        lots = dict(self._lots_of(tuple(wholes)))
-        asked = self._service.ask_each(Kind.PULL, ((owner, lot.head) for owner, lot in lots.items()))
-        self.age = 0
-        for owner, sequence in asked.items():
-            answer, lot = self._service.answer_of(owner, sequence), lots[owner]
-            self.age = max(self.age, answer.age)
-            self._ages[answer.age] += 1
-            if answer.payload is None:
-                continue
-            place = self._members.owners.index(owner)
-            for name, view in lot.views(answer.payload).items():
-                _scatter(view, self._table.keys[name].cut.slices(wholes[name], place))
+        _hand_out(wholes, wanted)
 
     def pushpull(
         self,
@@ -195,11 +158,23 @@ class AsyncStore(KVStore):
         *,
         scale: float = 1.0,
     ) -> None:
-        """`push`, then `pull`; with staleness 0 there is a `step` between them."""
-        self.push(key, value, priority, scale=scale)
+        """`push`, then `pull`, in one message to each owner; with staleness 0 there is a `step` between them."""
+        out = value if out is None else out
         if self._staleness == 0:
+            self.push(key, value, priority, scale=scale)
             self.step()
-        self.pull(key, value if out is None else out, priority)
+            self.pull(key, out, priority)
+            return
+        check_priority("pushpull", priority)
+        scale = check_number("pushpull: scale", scale)
+        wanted, wholes = self._wanted("pushpull", key, out)
+        bodies = self._bodies("pushpull", key, value)
+        try:
+            self._take(self._service.ask_each(Kind.PUSHPULL, bodies, scale=scale), wholes)
+        except PeerLostError as error:  # its part of this push is lost
+            self._move(error)
+            self._or_move(lambda: self._pull_into(wholes))
+        _hand_out(wholes, wanted)
 
     def step(self) -> None:
         """This worker's clock ticks.
@@ -441,12 +416,63 @@ class AsyncStore(KVStore):
                 found.lost_pushes,
             )
 
-    def _body(self, owner: int, lot: Lot, values: Mapping[str, Tensor]) -> Tensor:
-        """Of a push."""
-        body, place = lot.room(), self._members.owners.index(owner)
-        for name, view in lot.views(body).items():
-            _gather(view, self._table.keys[name].cut.slices(values[name], place))
-        return body
+    def _bodies(self, what: str, key: KeyName | Sequence[KeyName], value: Values) -> Iterator[tuple[int, Tensor]]:
+        """Of a push, by owner."""
+        given = by_key(what, key, value)
+        self._settle()
+        self._table.check_all(what, given)
+        self._require_update(given)
+        values = {name: summed(tensors, torch.device("cpu")) for name, tensors in given.items()}
+        for name, one in values.items():
+            _require_finite(name, one, self._members.rank)
+        if self._staleness == 0:
+            self._in_this_clock.update(values)
+
+        def body(owner: int, lot: Lot) -> Tensor:
+            packed, place = lot.room(), self._members.owners.index(owner)
+            for name, view in lot.views(packed).items():
+                _gather(view, self._table.keys[name].cut.slices(values[name], place))
+            return packed
+
+        lots = self._lots_of(tuple(values))
+        self._sent.update(owner for owner, _ in lots)
+        return ((owner, body(owner, lot)) for owner, lot in lots)
+
+    def _wanted(
+        self, what: str, key: KeyName | Sequence[KeyName], out: Values
+    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """The tensors of a pull, and for each key flat memory on the CPU: of the first tensor where it has such."""
+        wanted = by_key(what, key, out)
+        self._settle()
+        self._table.check_all(what, wanted)
+        if again := self._in_this_clock & wanted.keys():
+            raise InvalidStateError(
+                f"pull: key {min(again)!r} was pushed in clock {self._service.clock}, and with staleness=0 a push"
+                " counts when all workers have ended its clock: call step() first"
+            )
+        wholes = {}
+        for name, (tensor, *_) in wanted.items():
+            own = tensor.is_contiguous() and tensor.device.type == "cpu"
+            wholes[name] = flat(tensor) if own else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        return wanted, wholes
+
+    def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
+        lots = self._lots_of(tuple(wholes))
+        self._take(self._service.ask_each(Kind.PULL, ((owner, lot.head) for owner, lot in lots)), wholes)
+
+    def _take(self, asked: Mapping[int, int], wholes: Mapping[str, Tensor]) -> None:
+        """The owners' answers."""
+        lots = dict(self._lots_of(tuple(wholes)))
+        self.age = 0
+        for owner, sequence in asked.items():
+            answer = self._service.answer_of(owner, sequence)
+            self.age = max(self.age, answer.age)
+            self._ages[answer.age] += 1
+            if answer.payload is None:
+                continue
+            place = self._members.owners.index(owner)
+            for name, view in lots[owner].views(answer.payload).items():
+                _scatter(view, self._table.keys[name].cut.slices(wholes[name], place))
 
     def _lots_of(self, names: tuple[str, ...]) -> list[tuple[int, Lot]]:
         """By owner, without those that have nothing of these keys; this rank last."""
@@ -459,12 +485,6 @@ class AsyncStore(KVStore):
             ]
             found = self._lots[names] = [(owner, lot) for owner, lot in lots if lot.total]
         return found
-
-    def _target(self, name: str, tensor: Tensor) -> Tensor:
-        """Flat memory on the CPU for a value: the tensor's own where it is contiguous."""
-        if tensor.is_contiguous() and tensor.device.type == "cpu":
-            return flat(tensor)
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
 
     def _require_update(self, given: Mapping[str, Any]) -> None:
         if self._staleness == 0:
@@ -490,6 +510,13 @@ class AsyncStore(KVStore):
     def _refuse_with_servers(self, what: str) -> None:
         if self._members.owners != self._members.workers:
             raise InvalidStateError(f"{what}: the slices are on servers: call save(folder), and load(folder)")
+
+
+def _hand_out(wholes: Mapping[str, Tensor], wanted: Mapping[str, Sequence[Tensor]]) -> None:
+    for name, tensors in wanted.items():
+        for tensor in tensors:
+            if tensor.data_ptr() != wholes[name].data_ptr():
+                tensor.copy_(wholes[name].view(tensor.shape))
 
 
 def _gather(into: Tensor, views: Sequence[Tensor]) -> None:

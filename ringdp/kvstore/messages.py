@@ -13,19 +13,20 @@ from torch import Tensor
 class Kind(enum.IntEnum):
     """Requests, and the owner's two answers."""
 
-    PUSH = 1
-    PULL = 2
-    TICK = 3  # the worker's clock is that of the header
-    SET = 4  # a number of the update, for example its rate
-    SAVE = 5  # done when all workers ask for it; the payload is a folder, or none: a barrier
-    SYNC = 6  # answered when the worker's requests before it have been done
-    LEAVE = 7  # the worker's clock counts no more
-    BYE = 8  # the worker has the answers to that of all owners: its last request
-    ANSWER = 9
-    ERROR = 10  # the payload is a text
+    PUSH = enum.auto()
+    PULL = enum.auto()
+    PUSHPULL = enum.auto()  # both, of the same keys
+    TICK = enum.auto()  # the worker's clock is that of the header
+    SET = enum.auto()  # a number of the update, for example its rate
+    SAVE = enum.auto()  # done when all workers ask for it; the payload is a folder, or none: a barrier
+    SYNC = enum.auto()  # answered when the worker's requests before it have been done
+    LEAVE = enum.auto()  # the worker's clock counts no more
+    BYE = enum.auto()  # the worker has the answers to that of all owners: its last request
+    ANSWER = enum.auto()
+    ERROR = enum.auto()  # the payload is a text
 
 
-ANSWERED = (Kind.PULL, Kind.SAVE, Kind.SYNC, Kind.LEAVE)
+ANSWERED = (Kind.PULL, Kind.PUSHPULL, Kind.SAVE, Kind.SYNC, Kind.LEAVE)
 
 
 @dataclasses.dataclass

@@ -23,6 +23,7 @@ from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.kvstore")
 NOTICE_S = 10.0
+_AT_A_CLOCK = (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Owner:
             return True
         if message.agreed > self.agreed:  # this rank comes to it soon
             return False
-        if message.kind in (Kind.PUSH, Kind.PULL):
+        if message.kind in _AT_A_CLOCK:
             return self.clocks.waits(message.clock) is None
         if message.kind is Kind.SAVE:  # when all workers have come to it
             return all(one in self._asked and self._asked[one].message.kind is Kind.SAVE for one in self.clocks.workers)
@@ -217,9 +218,9 @@ class Owner:
             if self.failure is not None and message.kind not in (Kind.LEAVE, Kind.BYE):
                 raise self.failure
             payload = None
-            if message.kind is Kind.PUSH:
+            if message.kind in (Kind.PUSH, Kind.PUSHPULL):
                 self._push(worker, message)
-            elif message.kind is Kind.PULL:
+            if message.kind in (Kind.PULL, Kind.PUSHPULL):
                 payload = self._served.answer(message.payload)
                 self._pulled_at[worker], self._own[worker] = self.pushes.total(), 0
             elif message.kind is Kind.TICK:
