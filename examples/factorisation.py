@@ -25,12 +25,12 @@ import ringdp
 TASTES, NOISE = 4, 0.5
 
 
-def sample(users: int, films: int, count: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample(users: int, films: int, count: int, seed: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Users, films, and ratings around 0."""
-    truth = torch.Generator().manual_seed(0)
+    truth = torch.Generator().manual_seed(seed)
     tastes = torch.randn(users, TASTES, generator=truth)
     traits = torch.randn(films, TASTES, generator=truth) / TASTES**0.5
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     who = torch.randint(users, (count,), generator=generator)
     what = torch.randint(films, (count,), generator=generator)
     noise = NOISE * torch.randn(count, generator=generator)
@@ -50,6 +50,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=0.1, help="learning rate of Adagrad (default %(default)s)")
     add("--staleness", type=int, default=None, help="steps that a rank may be ahead (default: any number)")
     add("--slow-ms", type=float, default=0.0, help="rank 1 sleeps so long in each step (default %(default)s)")
+    add("--seed", type=int, default=0, help="of the ratings and the tables (default %(default)s)")
     add("--max-error", type=float, default=0.57, help="root of the mean square on unseen ratings (default %(default)s)")
     return parser.parse_args(arguments)
 
@@ -65,18 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lr=chosen.lr,
             mode="none",
             reduce="sum",
-            weight=ringdp.nn.Normal(std=0.3, seed=seed),
+            weight=ringdp.nn.Normal(std=0.3, seed=2 * chosen.seed + place),
             asynchronous=True,
             staleness=chosen.staleness,
         )
-        for seed, rows in enumerate((chosen.users, chosen.films))
+        for place, rows in enumerate((chosen.users, chosen.films))
     )
-    rank, ranks = ringdp.rank(), ringdp.world_size()
+    of, rank, ranks = (chosen.users, chosen.films), ringdp.rank(), ringdp.world_size()
     began = time.monotonic()
     for step in range(chosen.steps):
         if rank == 1:
             time.sleep(chosen.slow_ms / 1000)
-        who, what, rating = sample(chosen.users, chosen.films, chosen.batch_size, 1 + step * ranks + rank)
+        who, what, rating = sample(*of, chosen.batch_size, chosen.seed, 1 + step * ranks + rank)
         error = (users(who) * films(what)).sum(1) - rating
         error.square().sum().div(chosen.batch_size).backward()
         users.step()
@@ -84,13 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     took_s = time.monotonic() - began
     users.barrier()
     films.barrier()
-    who, what, rating = sample(chosen.users, chosen.films, 8192, 0)
+    who, what, rating = sample(*of, 8192, chosen.seed, 0)
     with torch.no_grad():
         error = (users.rows(who) * films.rows(what)).sum(1) - rating
     root = float(error.square().mean().sqrt())
     passed = root <= chosen.max_error
     if rank == 0:
-        print(f"{ranks} ranks, staleness {chosen.staleness}: {chosen.steps / took_s:.0f} steps a second on rank 0")
+        said = f"{ranks} rank{'s' * (ranks > 1)}, staleness {chosen.staleness}"
+        print(f"{said}: {chosen.steps / took_s:.0f} steps a second on rank 0")
         print(f"  {'ok    ' if passed else 'FAILED'} error on 8,192 unseen ratings: {root:.4f} (noise {NOISE})")
     users.close()
     films.close()

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import statistics
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from ringdp.kvstore.table import Table
 from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.kvstore")
+_SLOW_S = 0.1  # of waiting, below which no owner is called slow
 Result = TypeVar("Result")
 
 
@@ -218,6 +220,28 @@ class AsyncStore(KVStore):
             0 if owner is None else owner.pushes.total(),
             self._lost_pushes + (0 if owner is None else owner.lost_pushes),
         )
+
+    def report(self) -> str:
+        """What holds this worker up, in words: owners that are slow, or far, and workers that are."""
+        stats, owner = self.stats(), self._service.owner
+        lines = [
+            f"rank {self._members.rank}, clock {stats.clock}: waited {sum(stats.waited_s.values()):.1f} s for owners"
+            f" and {stats.held_s:.1f} s for slow workers; answers were up to {max(stats.staleness, default=0)} clocks"
+            " old"
+        ]
+        if len(stats.waited_s) > 1:
+            slowest = max(stats.waited_s, key=stats.waited_s.__getitem__)
+            usual_s = statistics.median(it for rank, it in stats.waited_s.items() if rank != slowest)
+            if stats.waited_s[slowest] > max(_SLOW_S, 2 * usual_s):
+                lines.append(
+                    f"the owner on rank {slowest}, or the way to it, is slow: {stats.waited_s[slowest]:.1f} s, others"
+                    f" {usual_s:.1f} s"
+                )
+        if owner is not None and (behind := owner.behind()):
+            lines.append(
+                f"{ranks_by_number(behind)} {'is' if len(behind) == 1 else 'are'} behind, at clock {owner.clocks.least}"
+            )
+        return "\n".join(lines)
 
     # Servers, and the end.
 

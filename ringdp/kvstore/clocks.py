@@ -62,11 +62,18 @@ class Clocks:
         """None: a request of a worker at `clock` may be answered."""
         if self.staleness is None or self.least >= clock - self.staleness or not self._there:
             return None
-        return Waits(tuple(one for one, at in self._there.items() if at == self.least), self.least)
+        return Waits(tuple(self._slowest()), self.least)
+
+    def behind(self) -> list[int]:
+        """The slowest workers; [] where all are at one clock."""
+        return self._slowest() if any(at > self.least for at in self._there.values()) else []
 
     def age(self, clock: int) -> int:
         """By how many clocks what a worker at `clock` gets now is older than what it gets where none is behind it."""
         return max(0, clock - self.least)
+
+    def _slowest(self) -> list[int]:
+        return [worker for worker, at in self._there.items() if at == self.least]
 
     def _look(self) -> None:
         if self._there:

@@ -120,6 +120,11 @@ class Owner:
         """Under the lock: its last one is not done."""
         return worker in self._asked
 
+    def behind(self) -> list[int]:
+        """The slowest workers, where not all are at one clock."""
+        with self.lock:
+            return self.clocks.behind()
+
     # Requests. Each takes the lock.
 
     def agree(self, take: Callable[[], None]) -> None:

@@ -109,6 +109,8 @@ def paced(staleness: int | None, steps: int, slow_s: float) -> tuple[float, dict
         kv.push("w", torch.ones(1000))
         kv.step()
         kv.pull("w", value)
+        if kv.rank == 0 and staleness != 0 and kv._service.clock == steps:
+            assert "rank 1 is behind, at clock" in kv.report()
     took_s = time.monotonic() - began
     stats = kv.stats()
     kv.close()
@@ -135,7 +137,8 @@ def back_pressure(count: int) -> tuple[int, float]:
             kv.push("w", gradient)
             done += time.monotonic() - began < 0.7 * stopped_s
     kv.flush()
-    waited_s = dict(kv.stats().waited_s)
+    waited_s, said = dict(kv.stats().waited_s), kv.report()
+    assert kv.rank == 1 or "the owner on rank 1, or the way to it, is slow" in said, said
     kv.close()
     return done, waited_s[1]
 

@@ -66,6 +66,10 @@ QUICK = {
         ["--steps=150", "--users=100", "--films=60", "--max-error=0.9"],
         r"50 users and 30 films on rank 0\n  ok     error on 8,192 unseen ratings: 0\.\d{4} ",
     ),
+    "factorisation": (
+        ["--steps=300", "--users=100", "--films=60", "--slow-ms=1", "--max-error=0.7"],
+        r"ranks?, staleness None: \d+ steps a second on rank 0\n  ok     error on 8,192 unseen ratings: 0\.\d{4} ",
+    ),
     "train_amp": (
         ["--epochs", "2", "--overflow-at", "3", "--min-accuracy", "0.5"],
         r"ok     parameters and loss scale bit-identical on 2 ranks, [\da-f]{16}….*"
@@ -84,7 +88,7 @@ QUICK = {
         r"\d ranks, 200 steps\n  ok     parameters bit-identical on all ranks\n  ok     loss 0\.00\d+ ",
     ),
 }
-WITHOUT_A_BAR = ("custom_compressor", "c_compressor")
+WITHOUT_A_BAR = ("custom_compressor", "c_compressor", "factorisation")
 NO_COMPILER = "skipped: there is no C compiler on this machine (apt-get install gcc)\n"
 FAILING = {
     "linear_regression": ["--tolerance", "-1"],
@@ -95,6 +99,7 @@ FAILING = {
     "resnet": [*QUICK["resnet"][0], "--min-accuracy", "1.01"],
     "masked_lm": [*QUICK["masked_lm"][0], "--steps", "1"],
     "recommender": [*QUICK["recommender"][0], "--max-error", "0.1"],
+    "factorisation": ["--steps", "5"],
     "train_amp": [*QUICK["train_amp"][0], "--min-accuracy", "1.01"],
     "custom_compressor": ["--epochs", "1", "--min-accuracy", "1.01"],
     "c_compressor": ["--steps", "1"],
@@ -193,12 +198,12 @@ def test_two_sites_in_network_namespaces() -> None:
     assert re.search(QUICK["far_apart"][1], said), said
 
 
-def port_of_mxnet(port: int, folder: str) -> float:
+def port_of_mxnet(port: int, folder: str, name: str = "from_mxnet") -> float:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     before = os.getcwd()
     os.chdir(folder)
     try:
-        accuracy: float = importlib.import_module("examples.from_mxnet").main(8)
+        accuracy: float = importlib.import_module(f"examples.{name}").main(8)
         return accuracy
     finally:
         os.chdir(before)
@@ -207,6 +212,11 @@ def port_of_mxnet(port: int, folder: str) -> float:
 def test_the_port_from_mxnet_learns(tmp_path: Path) -> None:
     assert min(run_ranks(port_of_mxnet, free_port(), str(tmp_path), world_size=2, backend=None)) > 0.9
     assert (tmp_path / "digits.pt").exists()
+
+
+def test_so_does_the_asynchronous_one(tmp_path: Path) -> None:
+    ran = run_ranks(port_of_mxnet, free_port(), str(tmp_path), "from_mxnet_async", world_size=2, backend=None)
+    assert max(ran) < 0.1  # the variance of the ratings is 1
 
 
 @pytest.mark.slow
