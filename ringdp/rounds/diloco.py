@@ -195,6 +195,12 @@ class DiLoCo:
         return self._pace.schedule.round
 
     @property
+    def turn(self) -> int:
+        """With `quorum`: fragments' turns that are over, also those that this rank's parameters have not yet: within
+        `global_parameters` those of which the model has the result."""
+        return 0 if self._attendance is None else self._attendance.meetings.turn
+
+    @property
     def step(self) -> int:
         """Steps of the inner optimizer so far, also those that a loss scaler skipped."""
         return self._pace.schedule.step

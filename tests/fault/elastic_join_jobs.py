@@ -198,7 +198,7 @@ def train_turns(folder: Path, book: Book, trained: Trained, job: Any, options: M
         trained.scheduler.step()
         trained.optimizer.zero_grad()
         with rounds.global_parameters():  # the turn does not change meanwhile
-            turn = rounds._attendance.meetings.turn
+            turn = rounds.turn
             if turn != last:
                 totals = b"".join(it.detach().numpy().tobytes() for it in trained.module.parameters())
                 book.write("turn", turn=turn, print=hashlib.sha256(totals).hexdigest())
@@ -381,7 +381,7 @@ class Jobs:
 
     # What has to hold.
 
-    def check_turns(self) -> None:
+    def _check_turns(self) -> None:
         """All ranks have the same global parameters after each turn that several saw, and at the end."""
         prints = defaultdict(set)
         for it in self.events("turn"):
@@ -392,7 +392,10 @@ class Jobs:
         assert len({it["print"] for it in self.events("end")}) == 1, self.story()
 
     def check_replicas(self) -> None:
-        """After each change, and at the end, all ranks have the same bits."""
+        """After each change, and at the end, all ranks have the same bits; with a quorum after each turn."""
+        if "quorum" in self._options.get("rounds", {}):
+            self._check_turns()
+            return
         prints = defaultdict(set)
         for it in self.events("change") + self.events("end"):
             if not it.get("lost"):
