@@ -68,7 +68,7 @@ def trained(
     me = dist.get_rank()
     module, draw = reference.model(), random.Random(100 * seed + me)
     optimizer = sgd(list(module.parameters()))
-    rounds = DiLoCo(module, optimizer, **{"every": EVERY, "quorum": 0.5, "grace": 0.05, **options})
+    rounds = DiLoCo(module, optimizer, **{"every": EVERY, "outer": MOMENTUM, "quorum": 0.5, "grace": 0.05, **options})
     events: list[Event] = []
     with logged("ringdp.rounds") as lines:
         while rounds.round < ROUNDS:
