@@ -54,9 +54,10 @@ class DiLoCo:
         model: a module, or one in a `RingDP` over other ranks (a host's): see `levels`.
         inner: its optimizer, or several, of which the last one steps last.
         every: steps of a round, or a function of n: the steps of the round that begins after n steps.
-        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of a list
-            of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``; with "sparse2" ``{"lr": 1,
-            "momentum": 0}``.
+        outer: "auto", a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of
+            a list of parameters. "auto", the default: a learning rate of 1, and Nesterov's momentum, n / (n + 9) in
+            round n, at most 0.8: nothing of the training's length has to be known. With "sparse2" ``{"lr": 1,
+            "momentum": 0}``. DiLoCo's authors have ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
         fragments: into how many parts the model is cut, or a `ringdp.Fragments`: how long each is on its way, too.
         compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...), "sparse2" or None
             (exact). The error of a code is added to the next one where the codec has error feedback; that of sparse2

@@ -18,8 +18,9 @@ parameters."""
 
 AUTO = "auto"
 GROWS = 9
-"""The momentum of "auto" is n / (n + GROWS) in round n: its velocity is a mean over the last tenth of the rounds."""
-MOST_MOMENTUM = 0.9
+MOST_MOMENTUM = 0.8
+"""The momentum of "auto" in round n is n / (n + GROWS), at most that: the velocity is a mean over the last tenth of the
+rounds, or over five. Measured, not derived (docs/lab/far_apart.md)."""
 DEFAULT: Outer = AUTO
 
 DEFAULT_SPARSE: Mapping[str, Any] = {"lr": 1.0, "momentum": 0.0}

@@ -56,7 +56,7 @@ class Rule:
         return min(self.momentum, landing / (landing + self.grows)) if self.grows else self.momentum
 
 
-AUTO = Rule(0, lr=1.0, grows=9)
+AUTO = Rule(0, lr=1.0, momentum=0.8, grows=9)
 
 
 def paper(workers: int, steps: int, rule: Rule, inner: Optimizer = sgd, samples: Sequence[float] = ()) -> list[Tensor]:
