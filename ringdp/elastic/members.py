@@ -140,9 +140,10 @@ class Members:
             self._ask(self._door, ready=True)
 
     def _ask_after_turn(self, ready: bool) -> None:
-        """As `_ask`, until it changes nothing: newcomers begin with that question."""
+        """As `_ask`, until it changes nothing: newcomers begin with that question. Also when this rank's script has
+        called `close`: others may end a turn before they do."""
         before = -1
-        while self._door is not None and not self.over and before != self.turns:
+        while self._door is not None and before != self.turns:
             before = self.turns
             self._ask(self._door, ready=ready)
 
@@ -187,7 +188,7 @@ class Members:
                 nonlocal world, view
                 view = elastic.view_of(self._group)
                 busy = training.busy() or _C.has_calls_in_flight(self._group)
-                world = door.ready()
+                world = None if self.over else door.ready()
                 number = 0 if world is None else world.number
                 leaves = ready and self.leaving is not None
                 mine = _Answer(number, self._least, leaves, busy, cost_s, step_s)

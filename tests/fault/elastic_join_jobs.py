@@ -189,7 +189,8 @@ def train_turns(folder: Path, book: Book, trained: Trained, job: Any, options: M
 
     last = -1
     for number in job.rounds(10_000):
-        if (folder / "finish").exists() and number >= int((folder / "finish").read_text() or "0"):
+        later = 1 if options.get("closes_first") and ringdp.rank() > 0 else 0
+        if (folder / "finish").exists() and number >= later + int((folder / "finish").read_text() or "0"):
             break
         book.write("begins", step=number, rank=ringdp.rank(), ranks=ringdp.world_size())
         mine = torch.randint(SAMPLES, (4,), generator=draw)
@@ -211,6 +212,9 @@ def train_turns(folder: Path, book: Book, trained: Trained, job: Any, options: M
                 time.sleep(0.02)
         if (folder / f"leave_{os.getpid()}").exists():
             job.leave("a file says so")
+    if options.get("closes_first") and ringdp.rank() == 0:
+        job.close()
+        time.sleep(1.0)  # others end a turn meanwhile
     rounds.finish()
     rounds.detach()
     job.close()

@@ -156,6 +156,14 @@ def test_ranks_come_die_and_leave_where_turns_end(made: Callable[..., Jobs], rou
     assert [it["left"] for it in changes] == [[], [], [0], []]
 
 
+def test_a_rank_that_closes_the_job_takes_part_in_the_turns_that_others_end(made: Callable[..., Jobs]) -> None:
+    job = made(rounds=QUORUM, closes_first=True)
+    job.start(3)
+    job.until_step(2)
+    assert len(job.wait()) == 3
+    job.check_replicas()
+
+
 def test_a_newcomer_comes_while_a_rank_is_late(made: Callable[..., Jobs]) -> None:
     """The lowest rank stands still in its training: another one gives the newcomer its optimizer's state."""
     job = made(rounds=QUORUM, still={"rank": 0, "step": 3, "until": "go_on"})
