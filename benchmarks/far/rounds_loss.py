@@ -5,7 +5,7 @@
     python -m benchmarks rounds_loss --ranks 4 --every 50 --ways exact --outer 0.7,0.9      in place of "auto"
 
 The GPT of examples/char_lm.py, 0.12 M parameters, new; AdamW with OneCycleLR; the first --warm-up of the steps average
-gradients exactly, then rounds begin, of one fragment without delay, with the default `outer`. Printed are nats per
+gradients exactly, then rounds begin, with the default `outer` where --outer gives none. Printed are nats per
 character on text that was not trained on, after the last round, and how many times fewer bytes than exact steps rounds
 have sent; differences are between runs of the same seed, with 95 % intervals.
 """
@@ -65,7 +65,10 @@ def train(way: str, every: int, seed: int, given: dict[str, Any], group: Any) ->
     for step in range(given["steps"]):
         if every and step == given["warm_up"]:
             codec = codec_of(way, given)
-            rounds = ringdp.DiLoCo(module, inner, every=every, outer=outer, compression=codec, process_group=group)
+            cut = ringdp.Fragments(given["fragments"], delay=given["delay"])
+            rounds = ringdp.DiLoCo(
+                module, inner, every=every, outer=outer, fragments=cut, compression=codec, process_group=group
+            )
         inner.zero_grad()
         gpt_loss(module, windows_of(training, options, draw)).backward()
         if rounds is None:
@@ -97,7 +100,7 @@ def run_rank(joined: session.Joined) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "outer")
+    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "outer", "fragments", "delay")
     return {name: getattr(args, name) for name in names} | {"warm_up": round(args.warm_up * args.steps)}
 
 
@@ -123,6 +126,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2500, help="of each rank (2500)")
     parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (0.1)")
     parser.add_argument("--decay", type=float, default=0.95, help="of sparse2's residual (0.95)")
+    parser.add_argument("--fragments", type=int, default=1, help="parts that are averaged one after the other (1)")
+    parser.add_argument("--delay", type=int, default=0, help="steps from sending one to using its mean (0)")
     parser.add_argument("--outer", help="learning rate and Nesterov's momentum, 0.7,0.9 (what DiLoCo has by default)")
 
 
