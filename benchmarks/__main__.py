@@ -28,6 +28,10 @@ RUNNABLES = {
         "collectives.tune", "from which size on is which algorithm faster here? writes the file of RINGDP_TUNING", 2,
         "2 cores; root for --hosts",
     ),
+    "simulated": Runnable(
+        "collectives.simulated", "how near is python -m ringdp simulate to this machine?", 2,
+        "2 cores; root for --hosts",
+    ),
     "tls": Runnable("collectives.tls", "what does TLS between ranks cost?", 1, "2 cores; root for --hosts"),
     "startup": Runnable("collectives.startup", "how long do 2 to 64 ranks of one host take to join, beside gloo?", 3),
     "step": Runnable(
