@@ -28,6 +28,10 @@ RUNNABLES = {
         "collectives.tune", "from which size on is which algorithm faster here? writes the file of RINGDP_TUNING", 2,
         "2 cores; root for --hosts",
     ),
+    "simulated": Runnable(
+        "collectives.simulated", "how near is python -m ringdp simulate to this machine?", 2,
+        "2 cores; root for --hosts",
+    ),
     "tls": Runnable("collectives.tls", "what does TLS between ranks cost?", 1, "2 cores; root for --hosts"),
     "startup": Runnable("collectives.startup", "how long do 2 to 64 ranks of one host take to join, beside gloo?", 3),
     "step": Runnable(
@@ -79,6 +83,9 @@ RUNNABLES = {
     "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost?", 5),
     "muon": Runnable("training.muon", "Muon beside AdamW: loss, and a step that is shared", 15),
     "rounds_late": Runnable("far.rounds_late", "what do late ranks cost in rounds?", 10),
+    "rounds_deaths": Runnable(
+        "far.rounds_deaths", "what do ranks that die and come back cost, in steps and in rounds?", 13
+    ),
     "rounds_loss": Runnable("far.rounds_loss", "what do rounds do to the loss, as exact changes and as codes?", 40),
     "hosts": Runnable("lib.hosts", "none: makes several hosts out of one machine", 0, "root, iproute2"),
     "long_line": Runnable(

@@ -891,6 +891,23 @@ def set_stack_source(
 def shut_down_all() -> None:
     """Leave all jobs and end the threads; for the end of the process."""
 
+def simulate(
+    hosts: Sequence[tuple[int, int, float, float]],
+    settings: dict[str, Any],
+    bytes: int,
+    *,
+    dtype: str = "float32",
+    algorithm: str = "ring",
+    codec: str = "",
+    far: bool = False,
+    most_messages: float = 10000000.0,
+    fold_from_messages: float = 200000.0,
+) -> dict[str, Any]:
+    """An all-reduce by the core's own operations over links in numbers (csrc/simulation). `hosts`: of each its
+    ranks, its site, and the bytes a second out of it and into it. Raises InvalidArgumentError for what cannot
+    be simulated.
+    """
+
 def sparse2_add(sum: torch.Tensor, code: torch.Tensor, kept: int, weight: float = 1.0) -> bool:
     """sum += weight * decode(code), in place, float32 [numel]. Returns whether the code's elements were finite.
     Raises ValueError for bytes that are not a code of so many elements.

@@ -10,8 +10,9 @@ from ringdp.tools import env, store, timeline, top, track
 from ringdp.tools.bench import command as bench
 from ringdp.tools.doctor import command as doctor
 from ringdp.tools.hang import dump, explain
+from ringdp.tools.simulate import command as simulate
 
-TOOLS = (bench, doctor, dump, env, explain, store, timeline, top, track)
+TOOLS = (bench, doctor, dump, env, explain, simulate, store, timeline, top, track)
 """Modules with ``add_parsers(commands)``: a parser for each command, whose default ``run`` returns the exit code."""
 
 EXAMPLES = """\
@@ -22,6 +23,7 @@ examples:
   ringrun -H node1:4,node2:4 -m ringdp bench --collective all
   python -m ringdp dump logs/RUN                  let the ranks of a job that hangs write what they do
   python -m ringdp explain logs/RUN               why a job hangs or failed
+  python -m ringdp simulate --hosts 100 --per-host 8 --link 25gbit   what an all-reduce would take on hosts not here
   python -m ringdp env                            versions and settings, for a report of a fault
   python -m ringdp store --port 29400             the store of an elastic job, on a host that outlives the job's
   python -m ringdp track metrics/ --to wandb      the metrics to wandb or MLflow

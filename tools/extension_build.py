@@ -56,6 +56,7 @@ CORE_FOLDERS = (
     "codec",
     "device",
     "collective",
+    "simulation",
     "membership",
     "engine",
 )

@@ -40,6 +40,8 @@ TYPES: dict[str, dict[str, str]] = {
         "ModuleSnapshot.differs(module)": "torch.nn.Module",
         "PythonReduction.__init__(hook)": HOOK,
         "TlsBridge.__init__(config)": "dict[str, Any]",
+        "simulate": "dict[str, Any]",
+        "simulate(settings)": "dict[str, Any]",
         "tls_mode(config)": "dict[str, Any]",
         "ReducerReport.bucket_rows": "list[dict[str, Any]]",
         "Reducer.register_comm_hook(hook)": HOOK,

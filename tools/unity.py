@@ -23,7 +23,7 @@ FOLDER = Path("build/unity")
 
 # Folders of the core whose files are compiled together. Those of `codec` and `kernels` are not: each is compiled for an
 # instruction set of its own or is arithmetic that must stay as it is.
-TOGETHER = ("base", "transport", "link", "shared", "meet", "device", "collective", "membership", "engine")
+TOGETHER = ("base", "transport", "link", "shared", "meet", "device", "collective", "simulation", "membership", "engine")
 # These stay alone, because a header of theirs excludes one that others in their folder include.
 ALONE = {"transport/tcp_health.cpp": "<linux/tcp.h> and <netinet/tcp.h> define the same structures"}
 # The folders of csrc/torch, and the group in which each is compiled. A file that includes pybind11 belongs to

@@ -14,9 +14,9 @@ to a random rank, `first` to rank 0, `two` to two at once, `repair` to one and t
 
 Jobs of the kind `job` (`ringdp.elastic.Job`) last for 60 to 120 s: their launcher replaces ranks, and `leave` sends
 SIGTERM to one, `join` starts `ringrun --join` beside them, `newcomer` kills a process that comes. `topk` has error
-feedback, micro-batches and a BalancedSampler; `job-rounds` is a Job of DiLoCo with a rank a site; `rounds` and
-`rounds-int4` are DiLoCo over two sites. With --delay each site is a network namespace with half of the ranks and a
-launcher of its own (far/long_line.py).
+feedback, micro-batches and a BalancedSampler; `job-rounds` is a Job of DiLoCo with a rank a site, `job-quorum` one with
+a quorum, whose turns are looked at as steps; `rounds` and `rounds-int4` are DiLoCo over two sites. With --delay each
+site is a network namespace with half of the ranks and a launcher of its own (far/long_line.py).
 
 After each job, of what its ranks have written down: a step that counts has the same gradients and parameters, to the
 bit, on all ranks, dead ones included; its mean is exactly the one of the members of one view, computed without RingDP

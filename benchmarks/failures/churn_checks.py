@@ -165,6 +165,10 @@ def wrong(told: list[Told], kind: str, survivors: Iterable[int]) -> list[str]:
 def wrong_where_ranks_come(told: list[Told], kind: str, survivors: Iterable[int]) -> list[str]:
     """Of a job of `ringdp.elastic`; its ranks are known by their pids. Steps are counted from 1."""
     living = set(survivors)
+    if kind == "job-quorum":  # ranks are at steps of their own, and a late one does not see each turn
+        problems = _same_bits(told, all_seen=False) + _views_where_ranks_come(told)
+        behind = [f"process {it.place} lived and has no end" for it in told if it.place in living and not it.ended]
+        return problems + behind + _grown([one for one in told if one.place in living])
     problems = _same_bits(told) + (_samples if kind == "job" else _samples_of_rounds)(told)
     problems += _views_where_ranks_come(told)
     last = max((one.steps[-1].number for one in told if one.steps), default=0)
@@ -194,11 +198,11 @@ def _histories(told: list[Told], living: set[int], site: Callable[[int], int] = 
     return problems
 
 
-def _same_bits(told: list[Told], site: Callable[[int], int] = all_places) -> list[str]:
+def _same_bits(told: list[Told], site: Callable[[int], int] = all_places, *, all_seen: bool = True) -> list[str]:
     problems = []
     seen: dict[tuple[int, int], tuple[int, Step]] = {}
     for one in told:
-        if any(after.number != before.number + 1 for before, after in itertools.pairwise(one.steps)):
+        if all_seen and any(after.number != before.number + 1 for before, after in itertools.pairwise(one.steps)):
             problems.append(f"place {one.place} left out a step, or made one twice")
         for step in one.steps:
             place, other = seen.setdefault((step.number, site(one.place)), (one.place, step))

@@ -47,7 +47,8 @@ PLACES = 400
 """Of a job in which ranks come."""
 MICRO_EVERY = 5  # steps of topk, of which one has two batches
 ROUND_STEPS = 6
-WITH_JOB = ("job", "job-rounds")
+STOP_AFTER = 5  # rounds
+WITH_JOB = ("job", "job-rounds", "job-quorum")
 CODES = {"rounds": "int8", "rounds-int4": "int4"}
 
 
@@ -173,6 +174,17 @@ class Run:
             return True
         time.sleep(self._pause_s)
         return False
+
+    def ends_at(self, round_: int) -> bool:
+        """As `is_over`, where ranks are at steps of their own: from the round on that the first one says."""
+        time.sleep(self._pause_s)
+        path = self.folder / "stop-at"
+        if (self.folder / "stop").exists() and not path.exists():
+            made = path.with_name(f"stop-at-{os.getpid()}")
+            made.write_text(str(round_ + STOP_AFTER))
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
+        return path.exists() and round_ >= int(path.read_text())
 
 
 def train(kind: str, run: Run) -> None:
@@ -337,6 +349,37 @@ def train_job_of_rounds(run: Run) -> None:
                 return
 
 
+def train_job_with_quorum(run: Run) -> None:
+    """Rounds that end without late ranks; what is recorded are turns, and the global parameters after them."""
+    import ringdp
+    from ringdp.job import elastic
+
+    group: Any = torch.distributed.group.WORLD
+    module = Functional()
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    rounds = ringdp.DiLoCo(module, optimizer, every=ROUND_STEPS, quorum=0.5, grace=0.2, compression="int4")
+    job = ringdp.elastic.Job(rounds, optimizer)
+    job.on_change(lambda it: run.record.write("change", it.step, it.now, it.lost, it.left, it.joined, it.seconds))
+    run.begins()
+    last = -1
+    for number in job.rounds(1_000_000):
+        if number != last:
+            last = number
+            with rounds.global_parameters():
+                turn, bits = rounds.turn, digest(list(module.parts))
+            run.record.step(turn, group.size(), 0.0, "", bits)
+        if run.ends_at(number):
+            break
+        place = elastic.places(group)[group.rank()]
+        given = [one / 1024 for one in coefficients(place, job.step)]
+        module(torch.ones(1, 1), given).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    rounds.finish()
+    rounds.detach()
+    job.close()
+
+
 def train_rounds(code: str, run: Run) -> None:
     """DiLoCo over two sites, whose ranks average their gradients."""
     import ringdp
@@ -374,6 +417,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "topk": train_top_k,
     "job": train_job,
     "job-rounds": train_job_of_rounds,
+    "job-quorum": train_job_with_quorum,
     **{kind: functools.partial(train_rounds, code) for kind, code in CODES.items()},
 }
 

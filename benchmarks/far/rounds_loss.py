@@ -1,10 +1,11 @@
 """What rounds do to the loss: each step exact, and rounds with exact changes, int4 and sparse2, equal tokens, by seed.
 
     python -m benchmarks rounds_loss --ranks 4                      3 seeds, 2,500 steps, rounds of 15, 50 and 100
-    python -m benchmarks rounds_loss --ranks 4 --every 50 --ways "sparse2 1/16" --decay 0.9 --outer-lr 0.7
+    python -m benchmarks rounds_loss --ranks 4 --every 50 --ways "sparse2 1/16" --decay 0.9 --outer 0.7,0
+    python -m benchmarks rounds_loss --ranks 4 --every 50 --ways exact --outer 0.7,0.9      in place of "auto"
 
 The GPT of examples/char_lm.py, 0.12 M parameters, new; AdamW with OneCycleLR; the first --warm-up of the steps average
-gradients exactly, then rounds begin, of one fragment without delay, with the default `outer`. Printed are nats per
+gradients exactly, then rounds begin, with the default `outer` where --outer gives none. Printed are nats per
 character on text that was not trained on, after the last round, and how many times fewer bytes than exact steps rounds
 have sent; differences are between runs of the same seed, with 95 % intervals.
 """
@@ -57,12 +58,17 @@ def train(way: str, every: int, seed: int, given: dict[str, Any], group: Any) ->
     schedule = torch.optim.lr_scheduler.OneCycleLR(inner, options.lr, total_steps=given["steps"], pct_start=0.1)
     draw = torch.Generator().manual_seed(seed * 10_007 + dist.get_rank())
     rounds: ringdp.DiLoCo | None = None
-    numbers = {"lr": given["outer_lr"], "momentum": given["outer_momentum"], "nesterov": given["outer_momentum"] > 0}
-    outer = numbers if WAYS[way] else None
+    outer: dict[str, Any] | None = None
+    if given["outer"] is not None:
+        lr, momentum = given["outer"]
+        outer = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
     for step in range(given["steps"]):
         if every and step == given["warm_up"]:
             codec = codec_of(way, given)
-            rounds = ringdp.DiLoCo(module, inner, every=every, outer=outer, compression=codec, process_group=group)
+            cut = ringdp.Fragments(given["fragments"], delay=given["delay"])
+            rounds = ringdp.DiLoCo(
+                module, inner, every=every, outer=outer, fragments=cut, compression=codec, process_group=group
+            )
         inner.zero_grad()
         gpt_loss(module, windows_of(training, options, draw)).backward()
         if rounds is None:
@@ -94,7 +100,7 @@ def run_rank(joined: session.Joined) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "outer_lr", "outer_momentum")
+    names = ("ways", "every", "seeds", "first_seed", "steps", "decay", "outer", "fragments", "delay")
     return {name: getattr(args, name) for name in names} | {"warm_up": round(args.warm_up * args.steps)}
 
 
@@ -120,13 +126,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=2500, help="of each rank (2500)")
     parser.add_argument("--warm-up", type=float, default=0.1, help="part of the steps before rounds (0.1)")
     parser.add_argument("--decay", type=float, default=0.95, help="of sparse2's residual (0.95)")
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="of sparse2's rounds (1)")
-    parser.add_argument("--outer-momentum", type=float, default=0.0, help="of sparse2's rounds, Nesterov's (0)")
+    parser.add_argument("--fragments", type=int, default=1, help="parts that are averaged one after the other (1)")
+    parser.add_argument("--delay", type=int, default=0, help="steps from sending one to using its mean (0)")
+    parser.add_argument("--outer", help="learning rate and Nesterov's momentum, 0.7,0.9 (what DiLoCo has by default)")
 
 
 def check(args: argparse.Namespace) -> None:
     args.ways = session.chosen(args.ways, tuple(WAYS))
     args.every = [int(it) for it in args.every.split(",")]
+    if args.outer is not None:
+        args.outer = [float(it) for it in args.outer.split(",")]
+        if len(args.outer) != 2:
+            raise ValueError("--outer has two numbers: 0.7,0.9")
     session.at_least(1, seeds=args.seeds, steps=args.steps, every=min(args.every))
     if not 0 <= args.warm_up < 1:
         raise ValueError("--warm-up is a part of the steps: from 0 to below 1")

@@ -11,6 +11,8 @@
     python -m benchmarks plots curves           measures: examples/n_processes.py with other batches and learning rates
     python -m benchmarks plots gains            the table "In short" of docs/lab/benchmarks.md
     python -m benchmarks plots far              time to a loss between two sites, from what far_loss has kept
+    python -m benchmarks rounds_loss --ranks 4 --json docs/lab/plots/rounds.json
+    python -m benchmarks plots rounds           loss over bytes, and over the time that lines of three rates would take
 
 Results are in docs/lab/plots/NAME.json, a picture goes to docs/lab/plots/NAME.svg; `--draw` only draws again.
 Needs matplotlib: pip install -r requirements/plots.txt
@@ -44,6 +46,8 @@ CURVES = {  # of examples/n_processes.py: ranks and arguments
     "4 ranks, 32 each, learning rate x 4": (4, ["--batch-size", "32", "--lr", "0.2"]),
     "the same, warm-up of 22 steps": (4, ["--batch-size", "32", "--lr", "0.2", "--warm-up", "22"]),
 }
+PARAMETERS = 124_320  # of rounds_loss's GPT
+LINE_RATES, ROUND_TRIP_S, STEP_S = (20e6, 100e6, 500e6), 0.05, 0.04
 LOOKS: dict[str, dict[str, Any]] = {  # of each backend, the same in every plot
     "ring": {"label": "ringdp", "color": "#c02030", "marker": "o", "linewidth": 2.0},
     "gloo": {"label": "gloo", "color": "#3060c0", "marker": "s"},
@@ -210,6 +214,34 @@ def draw_far(kept: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
+def draw_rounds(result: dict[str, Any], plt: Any) -> Any:
+    """The time is computed: steps of STEP_S, and for each exchange its bytes at the line's rate and a round trip."""
+    losses, fewer = result["rows"]["losses"], result["rows"]["fewer"]
+    ranks, steps = result["place"]["ranks"], result["settings"]["steps"]
+    warm_up = result["settings"]["warm_up"]
+    whole = 4 * PARAMETERS * 2 * (ranks - 1) / ranks
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
+    for number, (name, each) in enumerate(losses.items()):
+        every = int(found[1]) if (found := re.match(r"every (\d+)", name)) else 1
+        loss = sum(each) / len(each)
+        looks = {"color": plt.get_cmap("tab10")(number % 10), "marker": "osD^vP*XH<"[number % 10], "label": name}
+        axes[0].plot([whole / fewer[name] / 1e3], [loss], linestyle="", **looks)
+        minutes = []
+        for rate in LINE_RATES:
+            exact_s = whole * 8 / rate + ROUND_TRIP_S
+            in_rounds_s = whole / fewer[name] * 8 / rate + ROUND_TRIP_S / every
+            minutes.append((steps * STEP_S + warm_up * exact_s + (steps - warm_up) * in_rounds_s) / 60)
+        axes[1].plot(minutes, [loss] * len(minutes), **looks)
+    axes[0].set(xscale="log", xlabel="kB that a rank sends for each step", ylabel="nats per character, unseen text")
+    shown = ", ".join(f"{rate / 1e6:g}" for rate in LINE_RATES)
+    axes[1].set(xscale="log", xlabel=f"minutes with lines of {shown} Mbit/s (right to left), computed")
+    axes[0].legend(fontsize="small")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"GPT of 0.12 M parameters, {steps:,} steps of {ranks} ranks, the first {warm_up} exact")
+    return figure
+
+
 def measure_curves() -> dict[str, list[float]]:
     """The accuracy after each of eight epochs."""
     found = {}
@@ -256,6 +288,7 @@ def draw_gains(result: Sequence[tuple[str, str, str, float]], plt: Any) -> Any:
 PLOTS: dict[str, Callable[..., Any]] = {
     "busbw": draw_busbw, "hosts": draw_hosts, "model": draw_model, "quality": draw_quality, "loss": draw_loss,
     "resnet": draw_loss, "far": draw_far, "curves": draw_curves, "gains": draw_gains,
+    "rounds": draw_rounds,
 }  # fmt: skip
 
 

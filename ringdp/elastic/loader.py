@@ -16,11 +16,14 @@ class Steps(Protocol):
 
     Attributes:
         training: its RingDP or DiLoCo.
-        changes: of the members that loaders follow, so far.
     """
 
     training: Any
-    changes: int
+
+    @property
+    def changes(self) -> int:
+        """Of the members that loaders follow, so far."""
+        ...
 
     def enter(self) -> None: ...
     def before_step(self, loader: Loader) -> None: ...

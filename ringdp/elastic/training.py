@@ -54,8 +54,21 @@ class Training(Protocol):
         """All ranks call it after the change. `new`: this one has come."""
         ...
 
-    def of_lowest(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
-        """Whether ranks may have a tensor of that name, "part/key", different: newcomers get that of rank 0."""
+    def of_one(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
+        """Whether ranks may have a tensor of that name, "part/key", different: newcomers get that of one of them."""
+        ...
+
+    def refuse_batches(self) -> None:
+        """Raises InvalidArgumentError where ranks do not have batches together."""
+        ...
+
+    def follow(self, ask: Callable[[bool], None]) -> None:
+        """In an elastic job: where ranks are not together before a batch, have `ask(ready)` called where they are.
+        `ready`: this rank's training waits there."""
+        ...
+
+    def entered(self) -> None:
+        """This rank has come, and has taken what the others have."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -97,9 +110,18 @@ class Steps:
         if carried is not None:
             self.part.load_compression_state_dict(carried)
 
-    def of_lowest(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
+    def of_one(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
         modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         return {f"{name}/{key}" for name, part in modules.items() for key, _ in part.named_buffers()}.__contains__
+
+    def refuse_batches(self) -> None:
+        pass
+
+    def follow(self, ask: Callable[[bool], None]) -> None:
+        pass
+
+    def entered(self) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -117,8 +139,6 @@ class Rounds:
             refusals.refuse("job", "sites")
         if rounds.described()["unequal"] == "True":
             refusals.refuse("job", "unequal rounds")
-        if "quorum" in rounds.described():
-            refusals.refuse("job", "quorum")
         rest = [part for part in others if part is not rounds]
         self.parts = [*([] if any(part is self.module for part in rest) else [self.module]), *rest]
         self._asked_at = 0
@@ -147,14 +167,46 @@ class Rounds:
         (self.part.take_over if new else self.part.share)(carried)
         self._asked_at = step
 
-    def of_lowest(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
+    def of_one(self, parts: Mapping[str, Any]) -> Callable[[str], bool]:
         return lambda name: name.partition("/")[0] in parts
+
+    def refuse_batches(self) -> None:
+        pass
+
+    def follow(self, ask: Callable[[bool], None]) -> None:
+        pass
+
+    def entered(self) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
         return {type(self.part).__name__: self.carried()}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         self.part.load_state_dict(state[type(self.part).__name__])
+
+
+class OpenRounds(Rounds):
+    """Rounds with a quorum, where a rank may be late: the members change where a turn ends, on the threads that end
+    it."""
+
+    def may_change(self) -> bool:
+        return False
+
+    def carried(self) -> dict[str, Any]:
+        return self.part.state_of_turn()
+
+    def refuse_batches(self) -> None:
+        refusals.refuse("quorum", "job batches")
+
+    def follow(self, ask: Callable[[bool], None]) -> None:
+        self.part.follow_turns(ask)
+
+    def entered(self) -> None:
+        self.part.meet()
+
+    def state(self) -> dict[str, Any]:
+        return {type(self.part).__name__: self.part.state_dict(consolidated=True)}
 
 
 def training_of(who: str, parts: Sequence[Any]) -> Training:
@@ -165,4 +217,6 @@ def training_of(who: str, parts: Sequence[Any]) -> Training:
         raise InvalidArgumentError(
             f"{who} needs one RingDP or one DiLoCo among its parts, not {len(rounds) + len(models)}"
         )
-    return Rounds(rounds[0], parts) if rounds else Steps(models[0], parts)
+    if not rounds:
+        return Steps(models[0], parts)
+    return (OpenRounds if "quorum" in rounds[0].described() else Rounds)(rounds[0], parts)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from ringdp.config import inheritance
+from ringdp.launcher import temporary
 from ringdp.launcher.views import STREAMS, Mode, Stream, Views
 
 DEFAULT_LOG_DIR = Path("logs")
@@ -116,7 +116,7 @@ def make_run_folder(*, log_dir: Path | None, script: str, several_hosts: bool) -
         OSError: the user's ``log_dir`` cannot be written.
     """
     if str(log_dir) == os.devnull:
-        return RunFolder(path=Path(tempfile.mkdtemp(prefix="ringdp-logs-")), kept=False)
+        return RunFolder(path=temporary.make_folder("logs"), kept=False)
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{Path(script).stem}"
     if several_hosts:
         name += f"_{socket.gethostname()}"
@@ -138,7 +138,7 @@ def short_path(path: str | Path) -> str:
 def remove_run_folder(folder: RunFolder) -> None:
     """Remove a folder that was not meant to be kept."""
     if not folder.kept:
-        shutil.rmtree(folder.path, ignore_errors=True)
+        temporary.remove_folder(folder.path)
 
 
 def _make_unique(parent: Path, name: str) -> Path:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import tempfile
 from pathlib import Path
+
+from ringdp.launcher import temporary
 
 
 def make_secret(given: str | None = None) -> Path:
@@ -22,7 +22,7 @@ def make_secret(given: str | None = None) -> Path:
     Raises:
         OSError: the temporary folder cannot be written.
     """
-    path = Path(tempfile.mkdtemp(prefix="ringdp-")) / "secret"
+    path = temporary.make_folder("secret") / "secret"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write((given or secrets.token_hex(32)) + "\n")
@@ -31,4 +31,4 @@ def make_secret(given: str | None = None) -> Path:
 
 def remove_secret(path: Path) -> None:
     """Remove the file and folder of ``make_secret``, if they are still there."""
-    shutil.rmtree(path.parent, ignore_errors=True)
+    temporary.remove_folder(path.parent)

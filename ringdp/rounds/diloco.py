@@ -54,9 +54,10 @@ class DiLoCo:
         model: a module, or one in a `RingDP` over other ranks (a host's): see `levels`.
         inner: its optimizer, or several, of which the last one steps last.
         every: steps of a round, or a function of n: the steps of the round that begins after n steps.
-        outer: a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of a list
-            of parameters. Default: ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``; with "sparse2" ``{"lr": 1,
-            "momentum": 0}``.
+        outer: "auto", a dict with ``lr``, ``momentum`` and ``nesterov``, or a function that makes a torch optimizer of
+            a list of parameters. "auto", the default: a learning rate of 1, and Nesterov's momentum, n / (n + 9) in
+            round n, at most 0.8: nothing of the training's length has to be known. With "sparse2" ``{"lr": 1,
+            "momentum": 0}``. DiLoCo's authors have ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
         fragments: into how many parts the model is cut, or a `ringdp.Fragments`: how long each is on its way, too.
         compression: how changes are encoded: a codec of the core ("int4", "int8", "bf16", ...), "sparse2" or None
             (exact). The error of a code is added to the next one where the codec has error feedback; that of sparse2
@@ -195,6 +196,12 @@ class DiLoCo:
         return self._pace.schedule.round
 
     @property
+    def turn(self) -> int:
+        """With `quorum`: fragments' turns that are over, also those that this rank's parameters have not yet: within
+        `global_parameters` those of which the model has the result."""
+        return 0 if self._attendance is None else self._attendance.meetings.turn
+
+    @property
     def step(self) -> int:
         """Steps of the inner optimizer so far, also those that a loss scaler skipped."""
         return self._pace.schedule.step
@@ -316,6 +323,26 @@ class DiLoCo:
         self._refuse_while_ranks_meet("load_state_dict()")
         self._wait_for_flights()  # which write into buffers
         self._load(state.load_state_dict, saved)
+
+    def follow_turns(self, ended: Callable[[bool], None]) -> None:
+        """With `quorum`: have `ended(came)` called where a turn has ended, on the threads of all ranks, while a rank
+        that came to it waits. For `ringdp.elastic.Job`."""
+        assert self._attendance is not None
+        self._attendance.meetings.ended = ended
+
+    def meet(self) -> None:
+        """Take part in the meetings from now on, before this newcomer's first step; the first one begins with what
+        `follow_turns` calls."""
+        assert self._attendance is not None
+        self._attendance.meetings.begin(new=True)
+
+    def state_of_turn(self) -> dict[str, Any]:
+        """Within that call, as ``state_dict(consolidated=True)``: the same on all ranks. A rank's own parameters are
+        not in it."""
+        assert self._attendance is not None
+        saved = state.state_dict(self._rounds(), consolidated=True)
+        saved["schedule"]["met"] = self._attendance.meetings.turn + 1
+        return saved
 
     def take_over(self, saved: Mapping[str, Any]) -> None:
         """Become one of the ranks that have saved this consolidated state, and that `share` it: for

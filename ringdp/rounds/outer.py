@@ -12,10 +12,17 @@ from ringdp import values
 from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.fragments import parts
 
-Outer: TypeAlias = Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or a function that makes an optimizer of a list of parameters."""
+Outer: TypeAlias = Mapping[str, Any] | str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""``"auto"``, ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``, or a function that makes an optimizer of a list of
+parameters."""
 
-DEFAULT: Mapping[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+AUTO = "auto"
+GROWS = 9
+MOST_MOMENTUM = 0.8
+"""The momentum of "auto" in round n is n / (n + GROWS), at most that: the velocity is a mean over the last tenth of the
+rounds, or over five. Measured, not derived (docs/lab/far_apart.md)."""
+DEFAULT: Outer = AUTO
+
 DEFAULT_SPARSE: Mapping[str, Any] = {"lr": 1.0, "momentum": 0.0}
 """With `ringdp.compression.Sparse2`: changes that wait in its residual act as a momentum does."""
 _KEYS = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -46,15 +53,26 @@ class Nesterov:
 
     Each multiplication and addition is an operation of its own; one that does both rounds once or twice, depending on
     the instruction set, and ranks with different processors would drift apart.
+
+    Args:
+        grows: above 0: the momentum of step n, from 1, is n / (n + grows), at most `momentum`.
     """
 
-    def __init__(self, total: Tensor, lr: float, momentum: float, nesterov: bool) -> None:
-        self._total, self._lr, self._momentum, self._nesterov = total, lr, momentum, nesterov
+    def __init__(self, total: Tensor, lr: float, momentum: float, nesterov: bool, grows: int = 0) -> None:
+        self._total, self._lr, self._most, self._nesterov, self._grows = total, lr, momentum, nesterov, grows
         self._buffer: Tensor | None = None
+        self._steps = 0
         self.averages = lr == 1 and momentum == 0
 
+    @property
+    def momentum(self) -> float:
+        """Of the last step."""
+        return min(self._most, self._steps / (self._steps + self._grows)) if self._grows else self._most
+
     def step(self, mean: Tensor) -> None:
-        first = self._momentum != 0 and self._buffer is None
+        self._steps += 1
+        momentum = self.momentum
+        first = momentum != 0 and self._buffer is None
         if first:
             self._buffer = mean.clone()
         for place in parts(mean.numel()):
@@ -62,9 +80,9 @@ class Nesterov:
             if self._buffer is not None:
                 velocity = self._buffer[place]
                 if not first:
-                    velocity.mul_(self._momentum).add_(change)
+                    velocity.mul_(momentum).add_(change)
                 if self._nesterov:
-                    change.add_(velocity * self._momentum)
+                    change.add_(velocity * momentum)
                 else:
                     change.copy_(velocity)
             if self._lr != 1:
@@ -72,10 +90,11 @@ class Nesterov:
             self._total[place].sub_(change)
 
     def state(self) -> dict[str, Any]:
-        return {} if self._buffer is None else {"momentum_buffer": self._buffer}
+        counted = {"steps": self._steps} if self._grows else {}
+        return counted if self._buffer is None else {"momentum_buffer": self._buffer} | counted
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._buffer = None
+        self._buffer, self._steps = None, int(state.get("steps", 0))
         if "momentum_buffer" in state:
             self._buffer = state["momentum_buffer"].to(self._total.device, self._total.dtype, copy=True)
 
@@ -110,8 +129,8 @@ def made(
         optimizer = make(parameters)
     except Exception as error:
         raise InvalidArgumentError(
-            f"outer could not be made of a list of parameters ({error}): give a dict like {dict(DEFAULT)}, or for"
-            " example functools.partial(torch.optim.Adam, lr=0.1)"
+            f"outer could not be made of a list of parameters ({error}): give a dict like {{'lr': 0.7,"
+            " 'momentum': 0.9, 'nesterov': True}}, or for example functools.partial(torch.optim.Adam, lr=0.1)"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"outer made a {type(optimizer).__name__}, not a torch.optim.Optimizer")
@@ -136,19 +155,24 @@ def numbers_of(outer: Mapping[str, Any]) -> tuple[float, float, bool]:
 
 def outer_steps(outer: Outer, totals: Sequence[Tensor]) -> list[OuterStep]:
     """One for each fragment's global parameters."""
+    if outer == AUTO:
+        return [Nesterov(total, 1.0, MOST_MOMENTUM, True, GROWS) for total in totals]
     if isinstance(outer, Mapping):
         lr, momentum, nesterov = numbers_of(outer)
         return [Nesterov(total, lr, momentum, nesterov) for total in totals]
+    assert callable(outer)
     return [OfTorch(total, outer) for total in totals]
 
 
 def describe(outer: Outer) -> str:
     """A description that is equal on all ranks. Raises InvalidArgumentError."""
+    if outer == AUTO:
+        return f"auto(lr=1, momentum=n/(n+{GROWS}) to {MOST_MOMENTUM:g}, nesterov=True)"
     if isinstance(outer, Mapping):
         lr, momentum, nesterov = numbers_of(outer)
         return f"SGD(lr={lr:g}, momentum={momentum:g}, nesterov={nesterov})"
     if not callable(outer):
-        raise InvalidArgumentError(f"outer must be a dict or make a torch.optim.Optimizer, not {outer!r}")
+        raise InvalidArgumentError(f'outer must be "auto", a dict, or make a torch.optim.Optimizer, not {outer!r}')
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     optimizer = made(outer, [parameter])
     parameter.grad = torch.zeros(1, dtype=torch.float32, device="cpu")

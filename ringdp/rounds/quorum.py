@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,7 @@ class Meetings:
         called: a quorum has come to this one, which wants the others as they are.
         view: of the ranks in the last one's mean.
         bytes_sent: by this rank.
+        ended: called on the thread as ``ended(came)`` where a turn is over, before a rank that came goes on.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Meetings:
         self.lock = threading.Condition()
         self.turn, self.view, self.called = 0, 0, False
         self.bytes_sent = 0.0
+        self.ended: Callable[[bool], None] | None = None
         self._missing: list[int] = []  # numbers for good of the ranks that the last turn was over without
         self._part: Part | None = None
         self._error: BaseException | None = None
@@ -181,8 +183,8 @@ class Meetings:
 
     # The training thread.
 
-    def begin(self) -> None:
-        """Start the thread, if it does not run.
+    def begin(self, *, new: bool = False) -> None:
+        """Start the thread, if it does not run. `new`: this rank has come where a turn had ended.
 
         Raises:
             InvalidStateError: after `end`, or another one's thread uses the group.
@@ -198,7 +200,7 @@ class Meetings:
                 f"{self._who}: another one with quorum= is under way, and in an elastic job both would meet in the"
                 " job's own group: call its finish() first"
             )
-        self._thread = threading.Thread(target=self._run, name="ringdp rounds", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(new,), name="ringdp rounds", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -254,8 +256,10 @@ class Meetings:
     # The thread.
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def _run(self, new: bool) -> None:
         try:
+            if new and self.ended is not None:
+                self.ended(False)
             told: Part | None = None
             pause_s = min(_LONGEST_PAUSE_S, max(_LEAST_PAUSE_S, self._quorum.grace_s / 20))
             while True:
@@ -311,6 +315,8 @@ class Meetings:
             self._exchange_one(number, part)
         if not finishes:
             self._log_left_out(present)
+            if self.ended is not None:
+                self.ended(part is not None)
         with self.lock:
             # A turn that all ranks end together is of all fragments: the first one is next.
             self.turn = -(-self.turn // count) * count if finishes else self.turn + 1

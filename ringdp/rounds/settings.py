@@ -14,7 +14,7 @@ from ringdp.compression.feedback import feedback_of
 from ringdp.compression.rules import Rules
 from ringdp.errors import InvalidArgumentError
 from ringdp.rounds.codes import RoundsCodec
-from ringdp.rounds.outer import DEFAULT, DEFAULT_SPARSE, Outer
+from ringdp.rounds.outer import AUTO, DEFAULT, DEFAULT_SPARSE, Outer
 from ringdp.rounds.outer import describe as describe_outer
 from ringdp.rounds.quorum import Quorum
 from ringdp.rounds.schedule import OpenSchedule, Schedule, TimedSchedule
@@ -118,7 +118,7 @@ class Settings:
         assert callable(every) or isinstance(every, int)
         codec, warmup_steps = _compression(who, compression)
         usual = DEFAULT_SPARSE if isinstance(codec, Sparse2) else DEFAULT
-        chosen = dict(usual) if outer is None else outer
+        chosen = usual if outer is None or outer == AUTO else outer
         describe_outer(chosen)
         return cls(
             who, every, cut.count, cut.delay, mix, codec, chosen, warmup_steps, by_time, average_momenta, open_to, most

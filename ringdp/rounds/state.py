@@ -87,12 +87,15 @@ def _state_dict(rounds: Rounds, *, consolidated: bool) -> dict[str, Any]:
     }
     for number, (fragment, exchange) in enumerate(zip(rounds.fragments, rounds.exchanges, strict=True)):
         local = torch.empty_like(fragment.total)
-        fragment.read(local)
+        if rounds.settings.quorum is None:
+            fragment.read(local)
+        else:  # which may be training meanwhile, and else has these
+            local.copy_(fragment.total)
         residuals: dict[str, Tensor | None] = {}
         if exchange.codes is not None:
             residuals = {piece.name: exchange.codes.residuals.current(piece.name) for piece in fragment.pieces}
         if consolidated:
-            local = _mean(local, members)
+            local = _mean(local, members) if rounds.settings.quorum is None else local
             residuals = _mean_residuals(fragment, exchange, residuals)
         outer = rounds.outer[number].state()
         for piece in fragment.pieces:
@@ -295,7 +298,10 @@ def _mean(local: Tensor, members: dist.ProcessGroup) -> Tensor:
 
 
 def _since(rounds: Rounds, consolidated: bool) -> list[list[float]]:
-    """For each fragment the steps and samples since it last left; consolidated the mean over the ranks."""
+    """For each fragment the steps and samples since it last left; consolidated the mean over the ranks. With a quorum
+    it is none: states are of the moment when it left."""
+    if rounds.settings.quorum is not None:
+        return [[0, 0.0] for _ in rounds.fragments]
     since = [[float(steps), float(samples)] for steps, samples in zip(*rounds.since, strict=True)]
     if consolidated and rounds.members.size() > 1:
         start.average([mean := torch.tensor(since, dtype=torch.float64, device="cpu")], rounds.members)

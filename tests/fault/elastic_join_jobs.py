@@ -118,6 +118,9 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     trained = Trained(options)
     model, optimizer = trained.model, trained.optimizer
     job = ringdp.elastic.Job(trained.together, optimizer, trained.scheduler, **options.get("job", {}))
+    if "quorum" in options.get("rounds", {}):
+        train_turns(Path(folder), book, trained, job, options)
+        return
     loader = job.loader(data(), BATCH, **options.get("loader", {}))
     validation: Any = job.loader(data(), BATCH // 2, shuffle=False) if options.get("validate") else []
 
@@ -172,6 +175,50 @@ def train(folder: str, epochs: int, options: Mapping[str, Any]) -> None:
     job.close()
     book.write("end", step=job.step, ranks=ringdp.world_size(), print=trained.fingerprint())
     trained.save(Path(folder) / "last")
+
+
+def train_turns(folder: Path, book: Book, trained: Trained, job: Any, options: Mapping[str, Any]) -> None:
+    """As `train`, by rounds with a quorum; each rank draws samples of its own. Until the round that the file "finish"
+    says."""
+    rounds, (_, x, y) = trained.together, data().tensors
+    draw = torch.Generator().manual_seed(os.getpid())
+
+    @job.on_change
+    def changed(it: Any) -> None:
+        book.write("change", now=it.now, lost=it.lost, left=it.left, joined=it.joined, seconds=it.seconds)
+
+    last = -1
+    for number in job.rounds(10_000):
+        later = 1 if options.get("closes_first") and ringdp.rank() > 0 else 0
+        if (folder / "finish").exists() and number >= later + int((folder / "finish").read_text() or "0"):
+            break
+        book.write("begins", step=number, rank=ringdp.rank(), ranks=ringdp.world_size())
+        mine = torch.randint(SAMPLES, (4,), generator=draw)
+        torch.nn.functional.mse_loss(trained.model(x[mine]), y[mine]).backward()
+        trained.optimizer.step()
+        trained.scheduler.step()
+        trained.optimizer.zero_grad()
+        with rounds.global_parameters():  # the turn does not change meanwhile
+            turn = rounds.turn
+            if turn != last:
+                totals = b"".join(it.detach().numpy().tobytes() for it in trained.module.parameters())
+                book.write("turn", turn=turn, print=hashlib.sha256(totals).hexdigest())
+        last = turn
+        time.sleep(options.get("step_s", 0.0))
+        still = options.get("still", {})
+        if still and (number, ringdp.rank()) == (still["step"], still["rank"]):
+            book.write("still")
+            while not (folder / still["until"]).exists():
+                time.sleep(0.02)
+        if (folder / f"leave_{os.getpid()}").exists():
+            job.leave("a file says so")
+    if options.get("closes_first") and ringdp.rank() == 0:
+        job.close()
+        time.sleep(1.0)  # others end a turn meanwhile
+    rounds.finish()
+    rounds.detach()
+    job.close()
+    book.write("end", step=rounds.round, ranks=ringdp.world_size(), print=trained.fingerprint())
 
 
 class Message:
@@ -314,7 +361,10 @@ class Jobs:
         return code
 
     def finish(self) -> None:
-        (self.folder / "finish").touch()
+        newest = max((it["step"] for it in self.events("begins")), default=0)
+        temporary = self.folder / "finish.new"
+        temporary.write_text(str(newest + 3))  # where the file counts rounds
+        temporary.rename(self.folder / "finish")
 
     def wait(self, *, dead: Mapping[int, int] = {}) -> list[dict[str, Any]]:
         """Until all have ended, `dead` with these codes and the others well. Returns their last events."""
@@ -335,8 +385,21 @@ class Jobs:
 
     # What has to hold.
 
+    def _check_turns(self) -> None:
+        """All ranks have the same global parameters after each turn that several saw, and at the end."""
+        prints = defaultdict(set)
+        for it in self.events("turn"):
+            prints[it["turn"]].add(it["print"])
+        assert prints, self.story()
+        for turn, found in prints.items():
+            assert len(found) == 1, (turn, self.story())
+        assert len({it["print"] for it in self.events("end")}) == 1, self.story()
+
     def check_replicas(self) -> None:
-        """After each change, and at the end, all ranks have the same bits."""
+        """After each change, and at the end, all ranks have the same bits; with a quorum after each turn."""
+        if "quorum" in self._options.get("rounds", {}):
+            self._check_turns()
+            return
         prints = defaultdict(set)
         for it in self.events("change") + self.events("end"):
             if not it.get("lost"):

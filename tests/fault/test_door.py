@@ -164,6 +164,24 @@ def test_any_host_may_be_the_first_rank(
 
 
 @pytest.mark.slow
+def test_the_doctor_says_why_a_pair_is_relayed(hosts: Callable[..., Hosts]) -> None:
+    lab = hosts(3, [1, 2])
+    words = ("-n", "1", "-m", "ringdp", "doctor", "--seconds", "1")
+    head = lab.start(0, "--door", str(DOOR), "--nnodes", "3", *words)
+    others = [lab.start(host, "--join", f"n0:{DOOR}", *words) for host in (1, 2)]
+    assert [job.wait(100) for job in (head, *others)] == [0, 0, 0], [head.out, head.err]
+    said = " ".join(head.out.split())
+    assert re.search(
+        r"rank 1 \(n[12]\) and rank 2 \(n[12]\) are relayed through the door, since neither reaches the other: there"
+        r"( \[rank 0\])? 10.77.0.[23]:30\d{3}: no answer within 3 s; back 10.77.0.[23]:30\d{3}: no answer within 3 s",
+        said,
+    ), head.out
+    assert re.search(r"rank 0 \(n0\) does not reach rank 1 \(n[12]\), which dials it", said)
+    assert "ok ring met in" in said
+    assert "RINGDP_DOOR differs" not in said
+
+
+@pytest.mark.slow
 def test_a_newcomer_comes_through_the_door(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     text = """
         import ringdp, sys, time, torch

@@ -124,6 +124,62 @@ def test_ranks_come_and_leave_where_rounds_end(made: Callable[..., Jobs], rounds
     run_scripted(job, **options)
 
 
+QUORUM: dict[str, Any] = {"every": 4, "quorum": 0.5, "grace": 0.3}
+
+
+@pytest.mark.parametrize(
+    "rounds", [QUORUM, QUORUM | {"fragments": 2, "compression": "int4"}, QUORUM | {"compression": "sparse2"}], ids=str
+)
+def test_ranks_come_die_and_leave_where_turns_end(made: Callable[..., Jobs], rounds: dict[str, Any]) -> None:
+    """With a quorum: ranks are at steps of their own, and have the same global parameters after each turn."""
+    job = made(rounds=rounds)
+    job.start(3)
+    first, victim = job.pids()[:2]
+    job.until_step(2)
+    newcomer = job.join()
+    job.until_ranks(4)
+    job.kill(victim)
+    job.until_ranks(3)
+    job.leave(first)
+    job.until_ranks(2)
+    job.join()
+    job.until_ranks(3)
+    ends = job.wait(dead={victim: -9})
+    assert {it["ranks"] for it in ends} == {3}
+    assert newcomer in {it["pid"] for it in ends}
+    job.check_replicas()
+    took_part = {it["turn"] for it in job.events("turn", newcomer)}
+    assert len(took_part) > 3
+    changes = job.events("change", newcomer)
+    assert [bool(it["joined"]) for it in changes] == [True, False, False, True]
+    assert [it["lost"] for it in changes] == [[], [1], [], []]
+    assert [it["left"] for it in changes] == [[], [], [0], []]
+
+
+def test_a_rank_that_closes_the_job_takes_part_in_the_turns_that_others_end(made: Callable[..., Jobs]) -> None:
+    job = made(rounds=QUORUM, closes_first=True)
+    job.start(3)
+    job.until_step(2)
+    assert len(job.wait()) == 3
+    job.check_replicas()
+
+
+def test_a_newcomer_comes_while_a_rank_is_late(made: Callable[..., Jobs]) -> None:
+    """The lowest rank stands still in its training: another one gives the newcomer its optimizer's state."""
+    job = made(rounds=QUORUM, still={"rank": 0, "step": 3, "until": "go_on"})
+    job.start(3)
+    first = job.pids()[0]
+    job.until(lambda: job.events("still"))
+    newcomer = job.join()
+    job.until_ranks(4)
+    job.until(lambda: len(job.events("turn", newcomer)) > 3)
+    assert not [it for it in job.events("change", first) if it["joined"]]
+    (job.folder / "go_on").touch()
+    job.until(lambda: [it for it in job.events("change", first) if it["joined"]])
+    assert len(job.wait()) == 4
+    job.check_replicas()
+
+
 def test_what_codes_owe_stays_when_ranks_of_rounds_come_and_leave(made: Callable[..., Jobs]) -> None:
     """Also what the rank that leaves owes, to the mean of those that stay."""
     job = made(rounds={"every": 3, "compression": "int4"}, owed=True)
@@ -334,9 +390,9 @@ def die_in_the_transfer() -> None:
 
 
 def die_before_the_first_step() -> None:
-    from ringdp.elastic.job import Job
+    from ringdp.elastic.members import Members
 
-    Job._begin_again = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
+    Members._begin_again = lambda *_, **__: os._exit(7)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -350,8 +406,11 @@ def die_before_the_first_step() -> None:
         die_before_the_first_step,
     ],
 )
-def test_a_newcomer_that_dies_holds_nobody_up(made: Callable[..., Jobs], before: Callable[[], None]) -> None:
-    job = made()
+@pytest.mark.parametrize("options", [{}, {"rounds": QUORUM}], ids=["steps", "turns"])
+def test_a_newcomer_that_dies_holds_nobody_up(
+    made: Callable[..., Jobs], before: Callable[[], None], options: dict[str, Any]
+) -> None:
+    job = made(**options)
     job.start(2)
     job.until_step(2)
     pid = job.join(before)
@@ -444,9 +503,10 @@ def test_one_that_is_stopped_in_the_transfer_with_all_of_its_host_is_left_out(
     job.check_replicas()
 
 
-def test_a_member_that_dies_while_a_newcomer_enters(made: Callable[..., Jobs]) -> None:
+@pytest.mark.parametrize("options", [{}, {"rounds": QUORUM}], ids=["steps", "turns"])
+def test_a_member_that_dies_while_a_newcomer_enters(made: Callable[..., Jobs], options: dict[str, Any]) -> None:
     """The leader, as soon as it has told the newcomer."""
-    job = made()
+    job = made(**options)
     job.start(3)
     leader = job.pids()[0]
     job.until_step(2)
@@ -458,16 +518,17 @@ def test_a_member_that_dies_while_a_newcomer_enters(made: Callable[..., Jobs]) -
     job.check_replicas()
 
 
-@pytest.mark.parametrize("by", ["arguments", "environment"])
+@pytest.mark.parametrize("by", ["arguments", "environment", "arguments, turns"])
 def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs], by: str) -> None:
-    job = made(**({"job": {"min_ranks": 2, "max_ranks": 2}} if by == "arguments" else {}))
+    options = {"rounds": QUORUM} if "turns" in by else {}
+    job = made(**options, **({"job": {"min_ranks": 2, "max_ranks": 2}} if by != "environment" else {}))
     if by == "environment":
         job.environ |= {"RINGDP_MIN_RANKS": "2", "RINGDP_MAX_RANKS": "2"}
     job.start(2)
     first = job.pids()[0]
     job.until_step(3)
     job.leave(first)
-    job.until(lambda: any(it["left"] for it in job.events("change")))
+    job.until(lambda: any("left (a file says so); 1 of 2" in it["text"] for it in job.events("log")))
     steps = len(job.events("begins"))
     job.join()
     too_many = job.join()
@@ -477,8 +538,11 @@ def test_the_others_wait_below_the_least_number(made: Callable[..., Jobs], by: s
     assert any("ended before this process could join" in it["text"] for it in job.events("log", too_many)) or any(
         "ended before this process could join" in it["text"] for it in job.events("log")
     )
-    job.check_each_sample_once()
-    run_scripted(job)
+    if options:
+        job.check_replicas()
+    else:
+        job.check_each_sample_once()
+        run_scripted(job)
 
 
 def test_a_newcomer_learns_at_once_that_the_job_has_ended() -> None:

@@ -62,14 +62,18 @@ def start(jobs: list[Job], lab: hosts.Lab, folder: Path, *arguments: str) -> Job
     return jobs[-1]
 
 
-def test_four_ranks_on_two_hosts_over_ssh(tmp_path: Path, lab: hosts.Lab, ssh: str, jobs: list[Job]) -> None:
+@pytest.mark.parametrize("more", [[], ["--tls"]], ids=["plain", "tls"])
+def test_four_ranks_on_two_hosts_over_ssh(
+    tmp_path: Path, lab: hosts.Lab, ssh: str, jobs: list[Job], more: list[str]
+) -> None:
     path = str(script(tmp_path, TRAIN))
-    job = start(jobs, lab, tmp_path, "--ssh", ssh, "-H", "box1:2,box2:2", "--console", "all", path)
+    job = start(jobs, lab, tmp_path, "--ssh", ssh, "-H", "box1:2,box2:2", "--console", "all", *more, path)
     assert job.wait(60) == 0, job.err
     assert f"starting on 2 hosts (box1:2, box2:2), which meet at {ADDRESSES['box1']} port" in job.err
     mean = 2 * (1 + 2 + 3 + 4) / 4
     for rank, line in enumerate(sorted(job.out.splitlines())):
-        links = {peer: "shm" if peer // 2 == rank // 2 else "tcp" for peer in range(4) if peer != rank}
+        far = "tcp, TLS 1.3" if more else "tcp"
+        links = {peer: "shm" if peer // 2 == rank // 2 else far for peer in range(4) if peer != rank}
         assert line == f"[rank {rank}] rank {rank} on box{1 + rank // 2}: {mean} over {links}"
 
 

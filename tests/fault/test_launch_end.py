@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -131,7 +132,8 @@ def test_a_launcher_that_is_not_heard_of_any_more(tmp_path: Path, jobs: list[Job
     """With all its processes, as when its host is gone."""
     nodes = by_rank(start(jobs, tmp_path, ["well", "slow"]))
     for pid in (nodes[1].process.pid, *nodes[1].processes()):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with its launcher
+            os.kill(pid, signal.SIGKILL)
     fails_within(nodes[0], 15)
     assert re.search(r"FAILED after .*: node 1( \(\S+\))?: no beat .* 10 s", nodes[0].err), nodes[0].err
 

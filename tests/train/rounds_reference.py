@@ -50,6 +50,13 @@ class Rule:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    grows: int = 0  # above 0: the momentum of a fragment's n-th landing is n / (n + grows), at most `momentum`
+
+    def momentum_of(self, landing: int) -> float:
+        return min(self.momentum, landing / (landing + self.grows)) if self.grows else self.momentum
+
+
+AUTO = Rule(0, lr=1.0, momentum=0.8, grows=9)
 
 
 def paper(workers: int, steps: int, rule: Rule, inner: Optimizer = sgd, samples: Sequence[float] = ()) -> list[Tensor]:
@@ -61,13 +68,15 @@ def paper(workers: int, steps: int, rule: Rule, inner: Optimizer = sgd, samples:
     weights = torch.tensor(samples or [1.0] * workers, dtype=torch.float64)
     of_fragment = dealt([p.numel() for p in total], rule.fragments)
     flying: dict[int, tuple[int, dict[int, Tensor]]] = {}
-    left = [0] * rule.fragments
+    left, landed = [0] * rule.fragments, [0] * rule.fragments
 
     def land(fragment: int, mix: float) -> None:
         _, means = flying.pop(fragment)
+        landed[fragment] += 1
+        momentum = rule.momentum_of(landed[fragment])
         for i, mean in means.items():
-            momenta[i] = rule.momentum * momenta[i] + mean
-            total[i] = total[i] - rule.lr * (mean + rule.momentum * momenta[i] if rule.nesterov else momenta[i])
+            momenta[i] = momentum * momenta[i] + mean
+            total[i] = total[i] - rule.lr * (mean + momentum * momenta[i] if rule.nesterov else momenta[i])
             for one in models:
                 p = list(one.parameters())[i]
                 p.data = mix * p.data + (1 - mix) * total[i]

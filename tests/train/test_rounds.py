@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import os
@@ -90,7 +91,9 @@ def require_same_bits(tensors: list[Tensor]) -> None:
 
 
 def follows_reference(rule: Rule, optimizer: reference.Optimizer) -> None:
-    outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov}
+    outer: Any = "auto"
+    if not rule.grows:
+        outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov}
     cut = Fragments(rule.fragments, rule.delay, rule.mix)
     module = trained(23, lambda m, o: DiLoCo(m, o, every=rule.every, outer=outer, fragments=cut), optimizer)
     assert difference(values(module), paper(dist.get_world_size(), 23, rule, optimizer)) < 1e-12, rule
@@ -107,6 +110,8 @@ RULES = [
     Rule(every=1, fragments=2),
     Rule(every=5, lr=1.0, momentum=0.0, nesterov=False),
     Rule(every=6, fragments=2, delay=1, mix=0.5, lr=1.0, momentum=0.0, nesterov=False),
+    dataclasses.replace(reference.AUTO, every=2),
+    dataclasses.replace(reference.AUTO, every=4, fragments=2, delay=1, mix=0.5),
 ]
 
 
@@ -161,7 +166,8 @@ def test_ranks_count_by_their_samples() -> None:
         rounds.did(shares[dist.get_rank()])
         steps_of(module, optimizer, step, step)
     rounds.finish()
-    expected = paper(2, 18, Rule(every=4, fragments=2, delay=1, mix=0.5), samples=shares)
+    rule = dataclasses.replace(reference.AUTO, every=4, fragments=2, delay=1, mix=0.5)
+    expected = paper(2, 18, rule, samples=shares)
     assert difference(values(module), expected) < 1e-12
 
 
@@ -253,6 +259,7 @@ def test_what_a_code_leaves_out_is_not_lost() -> None:
     [
         (None, None),
         ("int4", None),
+        ("int4", "auto"),
         ("int8", functools.partial(torch.optim.Adam, lr=0.05)),
         (Sparse2(1 / 256), {"lr": 0.7, "momentum": 0.5}),
     ],
@@ -437,7 +444,8 @@ def test_other_arguments_are_a_mismatch_on_all_ranks() -> None:
         ({"outer": {"lr": 0}}, "outer: lr must be"),
         ({"outer": {"lr": 1, "nesterov": True}}, "needs a momentum"),
         ({"outer": {"lr": 1, "dampening": 0.1}}, "'dampening'"),
-        ({"outer": 0.7}, "outer must be a dict"),
+        ({"outer": 0.7}, 'outer must be "auto", a dict'),
+        ({"outer": "nesterov"}, 'outer must be "auto", a dict'),
         ({"outer": torch.optim.Adam.step}, "outer could not be made"),
         ({"outer": len}, "outer made a int"),
         ({"outer": torch.optim.LBFGS}, "LBFGS cannot make a step by a dense gradient alone .*closure"),

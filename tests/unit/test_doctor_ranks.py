@@ -51,6 +51,26 @@ def problems(findings: list[Finding]) -> list[Finding]:
     return [one for one in findings if one.verdict is Verdict.PROBLEM]
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_through_a_door_ranks_that_do_not_reach_each_other_are_relayed(back: bool) -> None:
+    cut = matrix((0, 1, 2), reached=False, tried=("10.0.0.2:29600: timed out",))
+    if not back:
+        other = Edge(**{**cut.edges[1, 0].__dict__, "reached": False, "tried": ("10.0.0.1:29600: refused",)})
+        cut = Matrix(cut.host_of, cut.names, {**cut.edges, (1, 0): other})
+    found = list(edges.findings(cut, NO_WISHES, door=True))
+    assert not problems(found)
+    if back:
+        assert found[0].verdict is Verdict.OK
+        assert found[0].sentence.startswith("rank 0 (n0) does not reach rank 1 (n1), which dials it: 10.0.0.2:29600")
+    else:
+        assert found[0].verdict is Verdict.NOTE
+        assert found[0].sentence == (
+            "rank 0 (n0) and rank 1 (n1) are relayed through the door, since neither reaches the other:"
+            " there 10.0.0.2:29600: timed out; back 10.0.0.1:29600: refused"
+        )
+    assert len([one for one in found if "reach" in one.sentence]) == 1
+
+
 def test_a_slow_edge_is_named_with_its_direction() -> None:
     found = list(edges.findings(matrix((0, 1, 2), rates={(2, 1): 12.5e6}), NO_WISHES))
     [slow] = [one for one in found if one.verdict is Verdict.NOTE]

@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> membership -> {collective, meet} -> {link, shared, codec} -> {transport, kernels, device}
-# -> base: a folder includes itself and folders of lower rank. Folders of one rank do not know each other.
+# torch -> {engine, cuda} -> {membership, simulation} -> {collective, meet} -> {link, shared, codec}
+# -> {transport, kernels, device} -> base: a folder includes itself and folders of lower rank. Folders of one rank
+# do not know each other.
 RANK = {
     "base": 0,
     "transport": 1,
@@ -26,6 +27,7 @@ RANK = {
     "collective": 3,
     "meet": 3,
     "membership": 4,
+    "simulation": 4,
     "engine": 5,
     "cuda": 5,
     "torch": 6,

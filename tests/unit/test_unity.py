@@ -20,6 +20,7 @@ CORE = (
     "codec",
     "device",
     "collective",
+    "simulation",
     "membership",
     "engine",
 )

@@ -1,6 +1,7 @@
 #include "base/error.h"
 #include "codec/plugin.h"
 #include "codec/table.h"
+#include "kernels/counting.h"
 #include "kernels/kernels.h"
 
 namespace ringdp {
@@ -21,7 +22,9 @@ const Codec& find(const codecs::CodecTable& table, CodecId id) {
 
 }  // namespace
 
-const Codec& codec(CodecId id) { return find(table_of(current_isa()), id); }
+const Codec& codec(CodecId id) {
+  return find(CountedWork::here() != nullptr ? codecs::counting_table() : table_of(current_isa()), id);
+}
 
 CodecId codec_by_name(std::string_view name) {
   std::string known;

@@ -17,6 +17,7 @@ using CodecTable = std::array<Codec, kCodecCount>;
 const CodecTable& scalar_table();
 const CodecTable* avx2_table();  // null where the compiler does not target x86-64
 const CodecTable* avx512_table();
+const CodecTable& counting_table();  // see CountedWork
 
 template <class Loops>
 constexpr Codec make_codec(CodecId id, std::size_t (*bytes)(std::size_t), const CodecSpec& spec) {

@@ -35,6 +35,8 @@ std::string_view algorithm_name(Algorithm algorithm) {
   return "unknown";
 }
 
+std::span<const AllReduceAlgorithm* const> all_reduces() { return kAllReduces; }
+
 const AllReduceAlgorithm& find_all_reduce(const AllReduceRequest& request) {
   return **std::find_if(std::begin(kAllReduces), std::end(kAllReduces) - 1,
                         [&](const AllReduceAlgorithm* it) { return it->fits(request); });  // the last one always fits

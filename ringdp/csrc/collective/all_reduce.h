@@ -33,7 +33,8 @@ struct AllReduceAlgorithm {
 #define RINGDP_ALGORITHM(algorithm, number, name)
 #include "collective/algorithms.def"
 
-// The first of algorithms.def that fits.
+std::span<const AllReduceAlgorithm* const> all_reduces();  // in the order of algorithms.def
+// The first of them that fits.
 const AllReduceAlgorithm& find_all_reduce(const AllReduceRequest& request);
 
 }  // namespace ringdp

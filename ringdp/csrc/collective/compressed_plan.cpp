@@ -130,14 +130,22 @@ void CompressedPlan::make_streams(bool far) {
     out_.emplace_back().member = member;
     in_.emplace_back().member = member;
   }
+  // Each host begins with the parts of the next one, so that not all hosts send to the same one at once. A stream
+  // inside a host has the same order at both ends, and one between hosts is of parts of one host.
+  std::vector<int> order;
+  for (int share = 0; share < hosts_.most; ++share)
+    for (int i = 1; i <= hosts_.count(); ++i)
+      order.push_back(share * hosts_.count() + (hosts_.here + i) % hosts_.count());
   std::size_t rounds = 0;
   for (const auto& part : of_part_) rounds = std::max(rounds, part.size());
   const std::size_t lead = hosts_.most > 1 ? kLead : 0, lag = far ? std::max(rounds, kLag) : kLag;
   for (std::size_t turn = 0; turn < rounds + lead + lag + 1; ++turn) {
     auto for_round = [&](std::size_t delay, auto add_pieces) {
       if (turn < delay) return;
-      for (const auto& part : of_part_)
-        if (turn - delay < part.size()) (this->*add_pieces)(part[turn - delay]);
+      for (const int part : order) {
+        const auto& segments = of_part_[static_cast<std::size_t>(part)];
+        if (turn - delay < segments.size()) (this->*add_pieces)(segments[turn - delay]);
+      }
     };
     for_round(0, &CompressedPlan::add_inputs);
     for_round(lead, &CompressedPlan::add_codes);

@@ -101,13 +101,13 @@ void Operation::start(const OperationContext& context) {
   prepare();
   prepared_ = true;
   // Receivers first: early frames may already complete this, and decide what can be sent.
-  for (RecvFlow& flow : receives_) context_.links[flow.peer]->attach(flow);
-  for (SendFlow& flow : sends_) context_.links[flow.peer]->attach(flow);
+  for (RecvFlow& flow : receives_) context_.carrier->attach(flow);
+  for (SendFlow& flow : sends_) context_.carrier->attach(flow);
   std::vector<int> announced = uninformed_neighbours();
   if (!complete())
     for (int member : announce_to_)
       if (std::find(announced.begin(), announced.end(), member) == announced.end()) announced.push_back(member);
-  for (int member : announced) context_.links[group_.members[member]]->announce(identity_);
+  for (int member : announced) context_.carrier->announce(group_.members[member], identity_);
 }
 
 // The neighbours without a flow that starts at once. A member must not get two empty frames of one operation.
@@ -150,11 +150,11 @@ RecvFlow& Operation::add_receive(int member, uint64_t total, uint64_t window) {
 
 void Operation::widen(RecvFlow& flow, uint64_t window) {
   flow.window = window;
-  context_.links[flow.peer]->incoming().widen(flow);
+  context_.carrier->widen(flow);
 }
 
 void Operation::will_change(std::span<const std::byte> memory) {
-  for (SendFlow& flow : sends_) context_.links[flow.peer]->will_change(flow, memory);
+  for (SendFlow& flow : sends_) context_.carrier->will_change(flow, memory);
 }
 
 bool Operation::complete() const {
@@ -164,13 +164,13 @@ bool Operation::complete() const {
 }
 
 void Operation::let_go() {
-  for (SendFlow& flow : sends_) context_.links[flow.peer]->detach(flow);
+  for (SendFlow& flow : sends_) context_.carrier->detach(flow);
 }
 
 void Operation::abandon() {
   if (!started_) return;
   let_go();
-  for (RecvFlow& flow : receives_) context_.links[flow.peer]->detach(flow);
+  for (RecvFlow& flow : receives_) context_.carrier->detach(flow);
 }
 
 bool Operation::touches(std::span<const std::byte> memory) const {
@@ -195,7 +195,7 @@ std::string Operation::waiting_for() const {
   if (!started_) return "a message from any rank";
   std::string out;
   auto add = [&](const auto& flow, uint64_t moved, const char* verb) {
-    std::string peer = context_.links[flow.peer]->peer().text();
+    std::string peer = context_.carrier->peer_text(flow.peer);
     std::string state = std::to_string(moved) + " of " + std::to_string(flow.total) + " bytes " + verb;
     peer.insert(peer.size() - 1, "; " + (flow.total == 0 ? "it has not come" : state));
     out += (out.empty() ? "" : ", ") + peer;

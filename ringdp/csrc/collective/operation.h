@@ -22,7 +22,7 @@
 #include "collective/scratch.h"
 #include "device/staging.h"
 #include "kernels/kernels.h"
-#include "link/link.h"
+#include "link/flow.h"
 
 namespace ringdp {
 
@@ -76,7 +76,7 @@ struct PointToPoint {
 struct OperationContext {
   uint64_t group = 0;
   uint64_t sequence = 0;
-  std::span<const std::unique_ptr<Link>> links;  // by place in the world; null for this rank
+  FlowCarrier* carrier = nullptr;
   ScratchPool* scratch = nullptr;
 };
 

@@ -18,6 +18,7 @@ ScratchPool::~ScratchPool() {
 // Sizes are powers of two, so that few different blocks serve all operations.
 ScratchPool::Block ScratchPool::take(std::size_t bytes) {
   bytes = std::bit_ceil(std::max<std::size_t>(bytes, 4096));
+  if (nowhere_ != nullptr) return Block(nowhere_, Release{this, bytes});
   auto it = std::find_if(kept_.begin(), kept_.end(), [&](const Kept& block) { return block.bytes == bytes; });
   if (it == kept_.end()) return Block(static_cast<std::byte*>(::operator new(bytes, kAlignment)), Release{this, bytes});
   std::byte* memory = it->memory;
@@ -27,6 +28,7 @@ ScratchPool::Block ScratchPool::take(std::size_t bytes) {
 }
 
 void ScratchPool::give_back(std::byte* memory, std::size_t bytes) {
+  if (nowhere_ != nullptr) return;
   if (kept_bytes_ + bytes > kKeptBytes) return ::operator delete(memory, kAlignment);
   kept_.push_back({memory, bytes});
   kept_bytes_ += bytes;

@@ -11,6 +11,8 @@ namespace ringdp {
 
 class ScratchPool {
  public:
+  // `nowhere`: all blocks are at this address, for operations whose kernels touch no memory (kernels/counting.h).
+  explicit ScratchPool(std::byte* nowhere = nullptr) : nowhere_(nowhere) {}
   ~ScratchPool();
 
   struct Release {
@@ -31,6 +33,7 @@ class ScratchPool {
     std::byte* memory;
     std::size_t bytes;
   };
+  std::byte* const nowhere_;
   std::vector<Kept> kept_;
   std::size_t kept_bytes_ = 0;
 };

@@ -62,15 +62,15 @@ constexpr int kLeastRounds = 4;  // shares of each carrier: the work inside over
 constexpr int kLead = 4;
 constexpr int kLag = 4;
 
-int count_shares(std::size_t bytes, int hosts, int most) {
+}  // namespace
+
+int two_level_shares(std::size_t bytes, int hosts, int most) {
   auto h = static_cast<std::size_t>(hosts), k = static_cast<std::size_t>(most);
   std::size_t needed = (bytes + h * kBlockBytes - 1) / (h * kBlockBytes);
   std::size_t wanted = std::min(kLeastRounds * k, bytes / (h * kLeastBlockBytes));
   std::size_t count = std::max<std::size_t>({needed, wanted, 1});
   return static_cast<int>((count + k - 1) / k * k);
 }
-
-}  // namespace
 
 // The three loops make the schedule: in turn t the shares of round t are added up inside the hosts, those of rounds
 // that began earlier make one more step between the hosts, and finished blocks go to the other ranks of the host.
@@ -84,7 +84,7 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
       half_(dtype == DType::kFloat16 || dtype == DType::kBfloat16),
       in_pairs_(half_ || far),
       ranks_(op == ReduceOp::kAvg ? hosts.ranks : 1),
-      share_count_(count_shares(memory.size(), hosts.count(), hosts.most)),
+      share_count_(two_level_shares(memory.size(), hosts.count(), hosts.most)),
       steps_(in_pairs_ ? 2 : 2 * (hosts.count() - 1)),
       shares_(memory.size(), share_count_, element_bytes_),
       latest_(static_cast<std::size_t>(share_count_ * hosts.count())) {

@@ -48,6 +48,9 @@ class ReduceScatterPlan final : public StagePlan {
   const int ranks_;  // of the group, if the result is their mean; else 1
 };
 
+// How many shares an all-reduce of that many bytes has, of hosts of which the fullest has `most` ranks.
+int two_level_shares(std::size_t bytes, int hosts, int most);
+
 class AllReducePlan final : public StagePlan {
  public:
   AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, DType dtype, ReduceOp op, bool far = false);

@@ -52,7 +52,8 @@ PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions&
       wrap_channel_(options.wrap_channel),
       events_(std::move(events)),
       heal_ms_(options.heal_connection ? options.heal_ms : 0),
-      links_(peers.size()) {
+      links_(peers.size()),
+      first_((static_cast<std::size_t>(rank) + 1) % peers.size()) {
   if (options.rate_bytes_per_s > 0) limiter_.emplace(options.rate_bytes_per_s);
   for (MeshPeer& peer : peers) {
     const int place = peer.info.rank;

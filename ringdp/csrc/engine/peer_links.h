@@ -59,7 +59,7 @@ class ChannelWatch {
   std::vector<char> writing_;  // by peer: watched for room to write
 };
 
-class PeerLinks {
+class PeerLinks final : public FlowCarrier {
  public:
   struct Events {
     // The link to that peer has thrown. `lost` must call `drop`, or leave a damaged link to be read to its end;
@@ -84,6 +84,17 @@ class PeerLinks {
     role_.assert_held();
     return links_;
   }
+
+  void attach(SendFlow& flow) override { link(flow.peer).attach(flow); }
+  void attach(RecvFlow& flow) override { link(flow.peer).attach(flow); }
+  void detach(SendFlow& flow) override { link(flow.peer).detach(flow); }
+  void detach(RecvFlow& flow) override { link(flow.peer).detach(flow); }
+  void widen(RecvFlow& flow) override { link(flow.peer).incoming().widen(flow); }
+  void will_change(const SendFlow& flow, std::span<const std::byte> memory) override {
+    link(flow.peer).will_change(flow, memory);
+  }
+  void announce(int peer, const FlowIdentity& identity) override { link(peer).announce(identity); }
+  std::string peer_text(int peer) const override { return peers_.info(peer).text(); }
 
   void connect(int peer, std::unique_ptr<Channel> channel, bool checksums);
   void drop(int peer);       // closes the link for good; a living peer notices that
@@ -121,6 +132,7 @@ class PeerLinks {
   uint64_t bytes_sent_to(int peer) const;
 
  private:
+  Link& link(int peer) const { return *links_[static_cast<std::size_t>(peer)]; }
   std::unique_ptr<Channel> adopt(std::unique_ptr<Channel> channel, int peer);  // polled from now on
 
   const PeerTable peers_;
@@ -129,10 +141,12 @@ class PeerLinks {
   const std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> wrap_channel_;
   const Events events_;
   const int64_t heal_ms_;
-  std::optional<RateLimiter> limiter_;              // of all streams; outlives the links
-  std::vector<std::unique_ptr<Link>> links_;        // constant; the links are for the driver, except the byte counters
-  std::size_t first_ RINGDP_GUARDED_BY(role_) = 0;  // with a limiter: the link that sends next
-  bool some_streams_ = false;                       // not all links are direct; the driver's
+  std::optional<RateLimiter> limiter_;        // of all streams; outlives the links
+  std::vector<std::unique_ptr<Link>> links_;  // constant; the links are for the driver, except the byte counters
+  // The link that sends first: that of the right neighbour, so that not all ranks send to the same one at once. With a
+  // limiter the links take turns.
+  std::size_t first_ RINGDP_GUARDED_BY(role_);
+  bool some_streams_ = false;  // not all links are direct; the driver's
   Clock::time_point next_host_check_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -176,7 +176,7 @@ void Progress::start(GroupState& group, InFlight& in_flight) {
   role_.assert_held();
   Operation& operation = *in_flight.operation;
   if (group.failing || !operation.can_start() || group.in_the_way(in_flight) != nullptr) return;
-  OperationContext context{group.id, in_flight.sequence(), links_.all(), &scratch_};
+  OperationContext context{group.id, in_flight.sequence(), &links_, &scratch_};
   group.remember(operation.identity());
   in_flight.moved_at = in_flight.asked_at = Clock::now();
   OperationRecorder::start(in_flight.record, in_flight.sequence(), operation, in_flight.moved_at);

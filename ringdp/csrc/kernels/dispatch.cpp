@@ -7,6 +7,7 @@
 #endif
 
 #include "base/error.h"
+#include "kernels/counting.h"
 #include "kernels/kernels.h"
 #include "kernels/table.h"
 
@@ -70,6 +71,11 @@ Selection& selection() {
   return chosen;
 }
 
+const kernels::KernelTable& current_table() {
+  return CountedWork::here() != nullptr ? kernels::counting_table()
+                                        : *selection().table.load(std::memory_order_relaxed);
+}
+
 const ReduceKernels& find(const kernels::KernelTable& table, DType dtype, ReduceOp op) {
   const auto row = static_cast<std::size_t>(dtype);
   const auto column = static_cast<std::size_t>(op);
@@ -115,20 +121,14 @@ bool reduction_supported(DType dtype, ReduceOp op) {
   return row < table.reduce.size() && column < table.reduce[row].size() && table.reduce[row][column].combine != nullptr;
 }
 
-const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op) {
-  return find(*selection().table.load(std::memory_order_relaxed), dtype, op);
-}
+const ReduceKernels& reduce_kernels(DType dtype, ReduceOp op) { return find(current_table(), dtype, op); }
 
 FirstNonFinite first_non_finite(DType dtype) {
-  return selection().table.load(std::memory_order_relaxed)->first_non_finite[static_cast<std::size_t>(dtype)];
+  return current_table().first_non_finite[static_cast<std::size_t>(dtype)];
 }
 
-Multiply multiply(DType dtype) {
-  return selection().table.load(std::memory_order_relaxed)->multiply[static_cast<std::size_t>(dtype)];
-}
+Multiply multiply(DType dtype) { return current_table().multiply[static_cast<std::size_t>(dtype)]; }
 
-Weigh weigh(DType dtype) {
-  return selection().table.load(std::memory_order_relaxed)->weigh[static_cast<std::size_t>(dtype)];
-}
+Weigh weigh(DType dtype) { return current_table().weigh[static_cast<std::size_t>(dtype)]; }
 
 }  // namespace ringdp

@@ -21,6 +21,7 @@ struct KernelTable {
 const KernelTable& scalar_table();
 const KernelTable* avx2_table();  // null where the compiler does not target x86-64
 const KernelTable* avx512_table();
+const KernelTable& counting_table();  // see CountedWork
 
 // `Loops` has static member templates
 //   combine<T, Op, kParts>, divide<T, kParts>, mean<T, kParts>     kParts: Ts per element, 2 for complex

@@ -1,6 +1,10 @@
 // Flows: the bytes one operation sends to, or expects from, one peer. An operation owns its flows and hands them to the
 // peers' Links; Links call back through FlowHandler. Everything here happens on the thread that drives the engine.
 //
+// FlowCarrier: what operations ask of the links to their peers, which `peer` of a flow names. The engine's links carry
+// flows over channels (engine/peer_links.h), a simulation's over a network in numbers (simulation/simulation.h). Used
+// by the thread that drives the operations.
+//
 // FlowRecord: when the bytes of one flow moved, and how many. Written by the thread that drives the engine through the
 // flow's link, read by any thread at any time: each value is atomic, and they are not of one moment. Owned by the
 // OperationRecorder.
@@ -174,6 +178,23 @@ class RecvFlow {
   FlowRecord* work_record(std::size_t bytes) const {
     return decodes || bytes >= FlowRecord::kLeastWorkBytes ? record : nullptr;
   }
+};
+
+class FlowCarrier {
+ public:
+  virtual void attach(SendFlow& flow) = 0;
+  virtual void attach(RecvFlow& flow) = 0;  // may call the flow's handler, and throw Error(kMismatch)
+  virtual void detach(SendFlow& flow) = 0;  // its operation has ended, or fails
+  virtual void detach(RecvFlow& flow) = 0;
+  virtual void widen(RecvFlow& flow) = 0;  // its window has grown
+  // This part of the memory from which the flow was sent will be overwritten.
+  virtual void will_change(const SendFlow& flow, std::span<const std::byte> memory) = 0;
+  // Sends an empty frame, by which the peer can compare both descriptions.
+  virtual void announce(int peer, const FlowIdentity& identity) = 0;
+  virtual std::string peer_text(int peer) const = 0;  // "rank 3 (host node7, pid 4711)"
+
+ protected:
+  ~FlowCarrier() = default;
 };
 
 }  // namespace ringdp

@@ -7,15 +7,12 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
-from ringdp.launcher import reach
+from ringdp.launcher import reach, temporary
 from ringdp.launcher.arguments import LOOPBACK
 from ringdp.launcher.door import proof
 
@@ -245,7 +242,7 @@ class Local:
     """
 
     def __init__(self, loop: Loop, secret: bytes, connect_to: Callable[[int, int], Awaitable[socket.socket]]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ringdp-door-"))  # of mode 0700
+        self.folder = temporary.make_folder("door")
         self._loop, self._secret, self._connect_to = loop, secret, connect_to
         self._listener = socket.create_server((LOOPBACK, 0), backlog=reach.BACKLOG)
 
@@ -258,7 +255,7 @@ class Local:
 
     def close(self) -> None:
         self._listener.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        temporary.remove_folder(self.folder)
 
     async def rank_at(self, port: int) -> socket.socket:
         """A connection with the rank of this host that listens there.

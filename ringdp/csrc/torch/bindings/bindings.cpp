@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, module) {
   ringdp::bind_reductions(module);
   ringdp::bind_reducer(module);
   ringdp::bind_compression(module);
+  ringdp::bind_simulation(module);
   ringdp::bind_small_sum(module);
   ringdp::bind_sparse_codes(module);
   ringdp::bind_rotation(module);

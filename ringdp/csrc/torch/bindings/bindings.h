@@ -37,6 +37,7 @@ void bind_replica_hash(pybind11::module_& module);
 void bind_rotation(pybind11::module_& module);
 void bind_row_index(pybind11::module_& module);
 void bind_rows(pybind11::module_& module);
+void bind_simulation(pybind11::module_& module);
 void bind_small_sum(pybind11::module_& module);
 void bind_sparse_codes(pybind11::module_& module);
 void bind_low_rank(pybind11::module_& module);

@@ -111,12 +111,13 @@ def rounds(host_of: Sequence[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def findings(matrix: Matrix, thresholds: Thresholds) -> Iterator[Finding]:
-    """The ranks that do not reach each other, the slowest edge, and the comparison with the user's thresholds."""
+def findings(matrix: Matrix, thresholds: Thresholds, *, door: bool = False) -> Iterator[Finding]:
+    """The ranks that do not reach each other, the slowest edge, and the comparison with the user's thresholds. `door`:
+    the job has one, which relays for them."""
     if len(matrix.host_of) < 2:
         return
     unreached = [edge for edge in matrix.edges.values() if not edge.reached]
-    yield from _unreached(matrix, unreached)
+    yield from _relayed(matrix, unreached) if door else _unreached(matrix, unreached)
     if not unreached:
         yield ok(f"all {len(matrix.edges)} directed pairs of {len(matrix.host_of)} ranks reach each other")
     for edges, where in ((matrix.between_hosts(), "between hosts"), (matrix.within_hosts(), "within a host")):
@@ -130,7 +131,7 @@ def _unreached(matrix: Matrix, edges: Sequence[Edge]) -> Iterator[Finding]:
     """The higher rank of a pair dials the lower one: only that direction stops ring (docs/reference/wire_format.md)."""
     for edge in edges:
         names = f"{matrix.label(edge.source)} does not reach {matrix.label(edge.target)}"
-        tried = "; ".join(edge.tried) or "it published no address that leads to another host"
+        tried = _tried(edge)
         facts = dataclasses.asdict(edge)
         if edge.source > edge.target:
             remedy = (
@@ -143,6 +144,24 @@ def _unreached(matrix: Matrix, edges: Sequence[Edge]) -> Iterator[Finding]:
                 "nothing for ring in a job of up to 16 ranks: the higher rank dials; gloo and NCCL need both directions"
             )
             yield note(f"{names}: {tried}", remedy, **facts)
+
+
+def _relayed(matrix: Matrix, edges: Sequence[Edge]) -> Iterator[Finding]:
+    """Either rank of a pair dials, where one reaches the other."""
+    cut = {(edge.source, edge.target): edge for edge in edges}
+    for (source, target), edge in cut.items():
+        if (back := cut.get((target, source))) is None:
+            words = f"{matrix.label(source)} does not reach {matrix.label(target)}, which dials it: {_tried(edge)}"
+            yield ok(words, **dataclasses.asdict(edge))
+        elif source < target:
+            ends = f"{matrix.label(source)} and {matrix.label(target)}"
+            words = f"{ends} are relayed through the door, since neither reaches the other: there {_tried(edge)}; back"
+            remedy = "let the ports of one of them through for a direct connection (RINGDP_PORT_RANGE makes them few)"
+            yield note(f"{words} {_tried(back)}", remedy, source=source, target=target)
+
+
+def _tried(edge: Edge) -> str:
+    return "; ".join(edge.tried) or "it published no address that leads to another host"
 
 
 def _rates(matrix: Matrix, edges: Sequence[Edge], where: str, thresholds: Thresholds) -> Iterator[Finding]:

@@ -108,8 +108,9 @@ class _Session:
         if any(card["broken"] for card in self._cards.values()):
             return self.outcome([])  # a problem with its settings is a finding of that rank
         self._matrix = self._measure()
-        self._say(LINKS, edges.findings(self._matrix, self._host.thresholds))
-        if all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
+        has_door = self._settings.door is not None
+        self._say(LINKS, edges.findings(self._matrix, self._host.thresholds, door=has_door))
+        if has_door or all(edge.reached for edge in self._matrix.edges.values() if edge.source > edge.target):
             size_bytes = collective.size_for(self._matrix)
             gathered = self._meeting.all_say(
                 "ring",
