@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ringdp.__main__ import main
+from ringdp.config import tuning
 from ringdp.config.tuning import Tuning
 from ringdp.errors import InvalidArgumentError
-from ringdp.tools.simulate import command, outcome
+from ringdp.tools.simulate import command, outcome, tune
 from ringdp.tools.simulate.place import Place, SimulatedHost, alike, at_sites, extended, measured, slowed
 
 GBIT = 125e6
@@ -170,6 +171,36 @@ def test_files_that_are_not_doctors(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InvalidArgumentError, match=complaint):
             measured(path)
+
+
+TABLE_SLACK = 1.15
+"""How much slower than the best one the choice of a table may be that was made for the place."""
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(16, 1), (64, 1), (1000, 1), (32, 8)])
+def test_a_table_for_the_place_chooses_the_best_that_it_can(hosts: int, per_host: int, tmp_path: Path) -> None:
+    where = place(hosts, per_host, bytes_per_s=10 * GBIT)
+    path = tmp_path / "tuning.json"
+    tune.write(path, where, tune.limits(where, BUILT_IN), "simulated")
+    made = tuning.read(str(path))
+    large = "two_level" if per_host > 1 else "ring"
+    names = ["fold", "pairwise", large] if where.ranks <= 16 else ["tree", large]
+    for size in tune.SIZES[::2]:
+        seconds = {name: outcome.simulate(where, size, name).seconds or 0.0 for name in names}
+        chosen = outcome.choice(where, size, "float32", made)
+        assert seconds[chosen] <= TABLE_SLACK * min(seconds.values()), (size, chosen, seconds)
+
+
+def test_the_built_in_table_is_for_slower_links_and_the_command_writes_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--hosts", "64", "--link", "10gbit", "--size", "128k")
+    assert "ring      " in next(it for it in run(capsys, *words)[1].splitlines() if "the table's choice" in it)
+    code, shown, said = run(capsys, *words, "--tune", str(tmp_path / "tuning.json"))
+    assert code == 0
+    assert "set RINGDP_TUNING to it on every rank" in said
+    assert "tree " in next(it for it in shown.splitlines() if "the table's choice" in it)
+    assert tuning.read(str(tmp_path / "tuning.json")).limits.keys() == {"one_rank_per_host.fold_sent_bytes"}
 
 
 def test_too_many_messages_are_said_before(capsys: pytest.CaptureFixture[str]) -> None:

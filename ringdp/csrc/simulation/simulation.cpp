@@ -95,11 +95,11 @@ Simulation::Simulation(const SimulatedNetwork& network, SimulatedCall call)
   if (folded_hosts_ > 1) all /= folded_hosts_;
   if (all > call_.most_messages) {
     const std::string name(algorithm_name(call_.algorithm));
-    refuse(name + " of " + std::to_string(network_.ranks()) + " ranks sends about " +
-           std::to_string(static_cast<uint64_t>(all / 1e6)) +
-           " million messages, about as many seconds; the limit is " +
-           std::to_string(static_cast<uint64_t>(call_.most_messages / 1e6)) +
-           " million. Where all hosts are alike, one stands for all: without slow hosts and sites there is no limit");
+    refuse(
+        name + " of " + std::to_string(network_.ranks()) + " ranks sends about " +
+        std::to_string(static_cast<uint64_t>(all / 1e6)) + " million messages, about as many seconds; the limit is " +
+        std::to_string(static_cast<uint64_t>(call_.most_messages / 1e6)) + " million" +
+        (folded_hosts_ > 1 ? "" : ". Where all hosts are alike, one stands for all: slow hosts and sites take more"));
   }
   make_lines();
 }

@@ -16,7 +16,7 @@ from ringdp.errors import RingError
 from ringdp.text import parse_size
 from ringdp.tools.bench.command import DTYPES
 from ringdp.tools.doctor.command import duration, rate
-from ringdp.tools.simulate import outcome
+from ringdp.tools.simulate import outcome, tune
 from ringdp.tools.simulate.place import Place, SimulatedHost, WorkCosts, alike, at_sites, extended, measured, slowed
 
 _ABOUT = """\
@@ -29,6 +29,7 @@ to 10,000 ranks. No data is moved, and no rank is started.
   python -m ringdp simulate --hosts 8 --sites 4 --between 1gbit,50ms
   python -m ringdp doctor -H a,b,c,d --json > links.json
   python -m ringdp simulate --links links.json --hosts 8            what would four more hosts bring?
+  python -m ringdp simulate --hosts 64 --link 25gbit --tune tuning.json    a table of algorithms for that network
 
 For each size: the time of each algorithm, the bytes that leave a host, the messages of a rank; which the table chooses,
 and what limits it. Where all hosts are alike, one stands for all, at any number of them. docs/how-to/simulate.md says
@@ -62,6 +63,7 @@ def add_parsers(commands: Any) -> None:
     what.add_argument("--algorithm", type=_algorithms, default=[], metavar="NAMES", help="instead of all that can")
     what.add_argument("--compressed", default="", metavar="CODEC", help="also as codes: int8, int4, bfloat16, …")
     what.add_argument("--most-messages", type=_size, default=10**7, metavar="N", help="simulate no more (10000000)")
+    parser.add_argument("--tune", type=Path, metavar="FILE", help="write the table for this place, for RINGDP_TUNING")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run=run)
 
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             _C.codec_bytes(args.compressed, 1)  # raises for a name that no codec has
         tuning = config.RingConfig.from_environment().tuning
         place = described(args, tuning)
+        if args.tune is not None:
+            tuning = _tuned(args, place, tuning)
         found = [
             outcome.compare(
                 place,
@@ -95,6 +99,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _tuned(args: argparse.Namespace, place: Place, tuning: Tuning) -> Tuning:
+    """The table for that place, written to the file."""
+    found = tune.limits(place, tuning)
+    tune.write(args.tune, place, found, "simulated: " + outcome.heading(place, "float32").replace("\n", ", "))
+    sys.stderr.write(f"written to {args.tune}: set RINGDP_TUNING to it on every rank\n")
+    return dataclasses.replace(
+        tuning, limits={**tuning.limits, **{f"{place.layout}.{name}": value for name, value in found.items()}}
+    )
 
 
 def _problem(args: argparse.Namespace) -> str | None:

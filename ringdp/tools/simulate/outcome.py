@@ -221,7 +221,7 @@ def sentences(place: Place, comparison: Comparison) -> list[str]:
     simulated = [it for it in comparison.outcomes if it.seconds is not None]
     if not simulated:
         return []
-    best = simulated[0]
+    best = next((it for it in simulated if not it.algorithm.startswith(COMPRESSED)), simulated[0])  # exact ones compare
     shown = next((it for it in simulated if it.algorithm == comparison.chosen), best)
     found = [f"What limits {shown.algorithm}: {limits(place, shown)}."]
     if best is not shown and best.seconds is not None and shown.seconds is not None:

@@ -1,0 +1,87 @@
+"""The limits of the table of algorithms for a simulated place; ``benchmarks tune`` measures them on a real one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ringdp.config.tuning import FORMAT, Tuning
+from ringdp.costs import DIRECT_RANKS
+from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.tools.simulate import outcome
+from ringdp.tools.simulate.place import Place
+
+SIZES = tuple(1 << exponent for exponent in range(10, 26))
+"""Bytes at which a limit may lie."""
+
+_HOPELESS = 2.0  # times as long as the other one: larger sizes are not tried
+
+
+def limits(place: Place, tuning: Tuning) -> dict[str, int]:
+    """Names and values of limits, for all-reduces of float32 in that layout.
+
+    A limit is the size at which going over from one algorithm to the next costs least over all sizes. Of a fold it is
+    counted as (n-1) times the size, of a tree as 64/n times the size, as the table has it.
+
+    Raises:
+        InvalidArgumentError: one rank, or hosts so far apart that no limit counts.
+    """
+    if place.ranks < 2:
+        raise InvalidArgumentError("--tune needs two ranks")
+    if outcome.is_far(place, tuning):
+        raise InvalidArgumentError("--tune: hosts that are far apart exchange in pairs at any size: there is no limit")
+    direct = place.ranks <= max(2, _direct_ranks(place, tuning))
+    large = "two_level" if place.layout == "several_ranks_per_host" else "ring"
+    found: dict[str, int] = {}
+    beyond = {size: _seconds(place, size, large) for size in SIZES}
+    if direct and place.layout == "one_rank_per_host" and place.ranks > 2:
+        in_pairs = {size: _seconds(place, size, "pairwise") for size in SIZES}
+        found["pairwise_bytes"] = best_limit({size: (in_pairs[size], beyond[size]) for size in SIZES})
+        beyond = {size: in_pairs[size] if size <= found["pairwise_bytes"] else beyond[size] for size in SIZES}
+    times = {}
+    for size in SIZES:
+        times[size] = (_seconds(place, size, "fold" if direct else "tree"), beyond[size])
+        if times[size][0] > _HOPELESS * times[size][1]:
+            break
+    limit = best_limit(times)
+    if place.ranks == 2:
+        found["fold_two_ranks_bytes"] = limit
+    elif direct:
+        found["fold_sent_bytes"] = limit * (place.ranks - 1)
+    else:
+        found["fold_sent_bytes"] = -(-limit // place.ranks) * 64
+    return found
+
+
+def best_limit(times: Mapping[int, tuple[float, float]]) -> int:
+    """Up to which size the first of both times is to be taken; 0 for never.
+
+    With t the time taken and b the better of both, the sum of log(t / b) over all sizes is least.
+    """
+
+    def regret(limit: int) -> float:
+        return sum(math.log(pair[0 if size <= limit else 1] / min(pair)) for size, pair in times.items())
+
+    return min([0, *times], key=regret)
+
+
+def write(path: Path, place: Place, found: Mapping[str, int], words: str) -> None:
+    """A file of RINGDP_TUNING. Raises SystemResourceError."""
+    content = {"ringdp_tuning": FORMAT, "machine": words, "layouts": {place.layout: dict(found)}}
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SystemResourceError(f"{path}: {error.strerror}") from None
+
+
+def _direct_ranks(place: Place, tuning: Tuning) -> int:
+    return tuning.limits.get(f"{place.layout}.direct_ranks", DIRECT_RANKS)
+
+
+def _seconds(place: Place, size_bytes: int, algorithm: str) -> float:
+    found = outcome.simulate(place, size_bytes, algorithm)
+    if found.seconds is None:
+        raise InvalidArgumentError(f"--tune: {found.why_not}")
+    return found.seconds
