@@ -31,7 +31,7 @@ PORT = 29500
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(argv: Sequence[str]) -> int:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks door", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,6 +46,11 @@ def main(argv: Sequence[str]) -> int:
         parse_rate(args.rate)
     except ValueError as error:
         parser.error(str(error))
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
     try:
         with signals_unwind():
             found = start(args) if args.start else relay(args)

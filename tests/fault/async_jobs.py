@@ -63,13 +63,12 @@ def elastic(folder: str, victim: int, number: int, where: str, staleness: int | 
         kv, value = store(staleness=staleness)
         steps(kv, value, range(SAVED))
         kv.barrier()
-        kv.save(Path(folder) / "slices")
-        kv.barrier()
-        kv._check_saves()
-        cuts = kv._table.keys["w"].cut
         moved = torch.zeros(NUMEL, dtype=torch.bool)
-        for view in cuts.slices(moved, victim):
+        for view in kv._table.keys["w"].cut.slices(moved, victim):
             view.fill_(True)
+        kv.save(Path(folder) / "slices")
+        kv.barrier()  # in which this rank may be when the victim is killed
+        kv._check_saves()
         if place == victim:
             with die_at(number, where):
                 steps(kv, value, range(SAVED, STEPS + 1000))
@@ -89,10 +88,10 @@ def elastic(folder: str, victim: int, number: int, where: str, staleness: int | 
 
 def without_saves(folder: str, victim: int) -> str:
     with telling(folder) as (_, place):
-        kv, value = store(staleness=2)
-        if place == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
         try:
+            kv, value = store(staleness=2)  # another rank may be in there still
+            if place == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
             steps(kv, value, range(100))
         except RingError as error:
             return f"{type(error).__name__}: {error}"
@@ -103,9 +102,10 @@ def owner_is_killed(folder: str, victim: int, number: int, where: str) -> tuple[
     """Without elasticity: what the others get, and how long after."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ringdp.init(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=60)
-    kv, value = store(staleness=1)
     began = time.monotonic()
     try:
+        kv, value = store(staleness=1)  # in which this rank may be when the victim is killed
+        began = time.monotonic()
         if rank == victim:
             with die_at(number, where):
                 steps(kv, value, range(10_000))
