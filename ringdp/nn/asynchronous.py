@@ -76,8 +76,8 @@ class AsyncRowExchange(RowExchange):
         self, shard: Shard, members: Members, update: SparseUpdate, wire: str, divisor: float, staleness: int | None
     ) -> None:
         super().__init__(shard, None, "exact")
-        self.wire = wire
-        self.service = Service(members, Rows(shard, update, wire, divisor), staleness)
+        self.wire = wire if len(members.owners) > 1 else "exact"  # as where ranks look up together
+        self.service = Service(members, Rows(shard, update, self.wire, divisor), staleness)
 
     def refuse(self, error: Exception) -> None:
         """No other worker waits for this one."""

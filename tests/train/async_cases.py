@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ringdp
 from ringdp import kvstore
 from ringdp.errors import InvalidStateError
 from ringdp.kvstore.async_store import AsyncStore
@@ -336,3 +337,22 @@ def alone(kind: Any, numbers: dict[str, Any], staleness: int | None) -> tuple[li
         return lambda: trainer.step(1)
 
     return train(through_store), train(lambda net: kind(net.parameters(), **numbers).step)
+
+
+def tables_are_equal(optimizer: str, wire: str) -> None:
+    """An asynchronous table at staleness 0, and one that is not, to the bit."""
+    rank, found = dist.get_rank(), []
+    for asynchronous in (False, True):
+        options: dict[str, Any] = {"asynchronous": True, "staleness": 0} if asynchronous else {}
+        table = ringdp.nn.ShardedEmbedding(50, 8, optimizer=optimizer, lr=0.1, wire=wire, **options)
+        for step in range(5):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            ids = torch.randint(0, 50, (12 + 3 * rank,), generator=draw)
+            vectors = table(ids, torch.tensor([0, 4, 4, 9]))
+            vectors.backward(torch.randn(vectors.shape, generator=draw))
+            table.step()
+        found.append(table.rows(torch.arange(50)))
+        if asynchronous:
+            table.close()
+    assert torch.equal(*found)
+    assert bool(found[0].isfinite().all())

@@ -128,3 +128,10 @@ def test_states_of_dist_sync_work_here() -> None:
 def test_a_late_update_can_count_less() -> None:
     for values_after in run_ranks(cases.late_updates, world_size=2, backend="ring"):
         assert values_after == [13.0, 13.0]
+
+
+@pytest.mark.parametrize("wire", ["exact", "int8"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_table_without_staleness_has_the_bits_of_a_synchronous_one(ranks: int, optimizer: str, wire: str) -> None:
+    run_ranks(cases.tables_are_equal, optimizer, wire, world_size=ranks, backend="ring")
