@@ -74,6 +74,7 @@ class Job:
         if group is not dist.group.WORLD:
             kind = type(training.part).__name__
             raise InvalidArgumentError(f"{who}: its {kind} averages over a group of some ranks, which nobody can join")
+        elastic.use("job")
         self._members = Members(training, self._parts, least, most)
         self._take_signals(self._members)
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ringdp import config
+from ringdp import config, refusals
 from ringdp.errors import HandshakeError, InvalidArgumentError, InvalidStateError
 
 _log = logging.getLogger("ringdp.elastic")
@@ -81,6 +81,20 @@ _origin: Origin | None = None
 def origin() -> Origin | None:
     """That of the default group; None where it is not elastic."""
     return _origin
+
+
+_in_use: set[str] = set()
+
+
+def use(feature: str) -> None:
+    """A ``"job"`` or an ``"async kvstore"`` of an elastic job begins: only one kind may be there.
+
+    Raises:
+        InvalidArgumentError: the other kind is.
+    """
+    if _in_use - {feature}:
+        refusals.refuse("job", "async kvstore")
+    _in_use.add(feature)
 
 
 def size_at_start(group: dist.ProcessGroup) -> int:
@@ -176,6 +190,7 @@ def check(world_size: int, backend: str, *, agent_store: bool, init_method: str 
 def begin(store: Store, start: int, size: int, rank: int) -> None:
     """This process is a member from the start."""
     global _origin
+    _in_use.clear()
     _origin = Origin(store, start, size)
     if rank == 0:
         store.set(config.JOB_START, f"{start} {size}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ringdp import refusals
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged, PeerLostError
 from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
-from ringdp.job.elastic import is_elastic, places
+from ringdp.job.elastic import is_elastic, places, use
 from ringdp.kvstore import moving, slices
 from ringdp.kvstore.attached import Attached
 from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, flat, summed
@@ -80,6 +80,8 @@ class AsyncStore(KVStore):
         members = Members.of(group, servers)
         if staleness == 0 and group is not None and is_elastic(group):
             refusals.refuse("elastic", "waiting kvstore")
+        if group is not None and is_elastic(group):
+            use("async kvstore")
         self._places = (0,) if group is None else places(group)  # of the members' ranks, for good
         super().__init__("dist_async", None, reduce)
         described = f"dist_async, reduce={reduce!r}, {staleness=}, {servers=}, compensation={compensates}"

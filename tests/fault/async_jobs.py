@@ -14,7 +14,8 @@ from torch import Tensor
 
 import ringdp
 from ringdp import kvstore
-from ringdp.errors import RingError
+from ringdp.errors import InvalidArgumentError, RingError
+from ringdp.job import elastic as elastic_job
 from ringdp.kvstore.async_store import AsyncStore
 from ringdp.kvstore.messages import Kind, Message
 from ringdp.kvstore.service import Service
@@ -96,6 +97,23 @@ def without_saves(folder: str, victim: int) -> str:
         except RingError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def beside_a_job(folder: str) -> list[str]:
+    """In an elastic job: a Job and a store, in both orders."""
+    found = []
+    for job_first in (True, False):
+        with mock.patch.object(elastic_job, "_in_use", set()), telling(f"{folder}/{job_first}"):
+            net = torch.nn.Linear(2, 1)
+            model = ringdp.RingDP(net)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            makes = [lambda: ringdp.elastic.Job(model, optimizer), lambda: store(staleness=2)]  # noqa: B023
+            made: list[Any] = []
+            try:
+                made += [make() for make in (makes if job_first else makes[::-1])]
+            except InvalidArgumentError as error:
+                found.append(str(error))
+    return found
 
 
 def owner_is_killed(folder: str, victim: int, number: int, where: str) -> tuple[str, float]:

@@ -52,6 +52,15 @@ def test_a_lost_owners_slices_go_on_from_its_last_save(
     assert f"{told[0]['stats'].lost_pushes} pushes" in lines[0]
 
 
+def test_a_job_whose_ranks_come_has_no_such_store(tmp_path: Path) -> None:
+    for name in ("True", "False"):
+        (tmp_path / name).mkdir()
+    for one in run_outcomes(jobs.beside_a_job, str(tmp_path), world_size=2, backend=None):
+        assert one.text is None, one.text
+        assert len(one.value) == 2
+        assert all("ringdp.elastic.Job and an asynchronous store or table" in text for text in one.value)
+
+
 def test_without_a_save_the_loss_is_said(tmp_path: Path) -> None:
     outcomes = run_outcomes(jobs.without_saves, str(tmp_path), 1, world_size=3, backend=None, others_stay=True)
     for one in survivors(outcomes, 1):
