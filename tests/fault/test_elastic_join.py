@@ -319,7 +319,7 @@ def test_a_newcomer_that_waits_can_be_stopped(made: Callable[..., Jobs]) -> None
     job.start(2)
     job.until_step(2)
     pid = job.join()
-    job.until(lambda: job.store.check(["ringdp/elastic/0/tickets"]))
+    job.until(lambda: job.store.check(["ringdp/elastic/0/ticket/1"]))  # the number of tickets is there before
     time.sleep(0.2)  # it waits
     began = time.monotonic()
     job.kill(pid, signal.SIGTERM)
