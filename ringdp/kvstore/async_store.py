@@ -23,12 +23,12 @@ from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
 from ringdp.job.elastic import is_elastic, places, use
 from ringdp.kvstore import moving, slices
 from ringdp.kvstore.attached import Attached
-from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, flat, summed
+from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, summed
 from ringdp.kvstore.messages import Kind
 from ringdp.kvstore.service import Members, Service
 from ringdp.kvstore.slices import Lot, Slices
 from ringdp.kvstore.store import KVStore
-from ringdp.kvstore.table import Table
+from ringdp.kvstore.table import Table, hand_out
 from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.kvstore")
@@ -78,20 +78,17 @@ class AsyncStore(KVStore):
         self, group: dist.ProcessGroup | None, reduce: str, staleness: int | None, servers: int, compensates: bool
     ) -> None:
         members = Members.of(group, servers)
-        if staleness == 0 and group is not None and is_elastic(group):
-            refusals.refuse("elastic", "waiting kvstore")
         if group is not None and is_elastic(group):
+            if staleness == 0:
+                refusals.refuse("elastic", "waiting kvstore")
             use("async kvstore")
         self._places = (0,) if group is None else places(group)  # of the members' ranks, for good
         super().__init__("dist_async", None, reduce)
         described = f"dist_async, reduce={reduce!r}, {staleness=}, {servers=}, compensation={compensates}"
         self._table = Table(group, average=reduce == "mean", description=described, owners=members.owners)
         self._members, self._staleness = members, staleness
-        self._served: Slices | None = None
-        if members.owns:
-            average = len(members.workers) if reduce == "mean" else 1
-            self._served = Slices(members.owners.index(members.rank), average, compensates=compensates)
         self._compensates = compensates
+        self._served = self._slices_of(members)
         self._service = Service(members, self._served, staleness)
         self._lots: dict[tuple[str, ...], list[tuple[int, Lot]]] = {}
         self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
@@ -151,7 +148,8 @@ class AsyncStore(KVStore):
         check_priority("pull", priority)
         wanted, wholes = self._wanted("pull", key, out)
         self._or_move(lambda: self._pull_into(wholes))
-        _hand_out(wholes, wanted)
+        for name, tensors in wanted.items():
+            hand_out(wholes[name], tensors)
 
     def pushpull(
         self,
@@ -178,7 +176,8 @@ class AsyncStore(KVStore):
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
             self._or_move(lambda: self._pull_into(wholes))
-        _hand_out(wholes, wanted)
+        for name, tensors in wanted.items():
+            hand_out(wholes[name], tensors)
 
     def step(self) -> None:
         """This worker's clock ticks.
@@ -421,9 +420,8 @@ class AsyncStore(KVStore):
         self._lost_pushes += found.lost_pushes + (0 if owner is None else owner.lost_pushes)
         self._places, self._members, members = found.places, found.members, found.members
         self._table.deal_again(members.owners, members.rank)
-        if members.owns:
-            average = len(members.workers) if self._table.average else 1
-            self._served = Slices(members.owners.index(members.rank), average, compensates=self._compensates)
+        self._served = self._slices_of(members)
+        if self._served is not None:
             self._served.agree(list(self._table.keys.values()), self._table.slices, self._table.update)
             self._served.take(found.contents)
         self._lots.clear()
@@ -442,6 +440,13 @@ class AsyncStore(KVStore):
                 found.lost_pushes,
             )
 
+    def _slices_of(self, members: Members) -> Slices | None:
+        """Those of this rank, still without keys; None where it owns none."""
+        if not members.owns:
+            return None
+        average = len(members.workers) if self._table.average else 1
+        return Slices(members.owners.index(members.rank), average, compensates=self._compensates)
+
     def _bodies(self, what: str, key: KeyName | Sequence[KeyName], value: Values) -> Iterator[tuple[int, Tensor]]:
         """Of a push, by owner."""
         given = by_key(what, key, value)
@@ -457,7 +462,8 @@ class AsyncStore(KVStore):
         def body(owner: int, lot: Lot) -> Tensor:
             packed, place = lot.room(), self._members.owners.index(owner)
             for name, view in lot.views(packed).items():
-                _gather(view, self._table.keys[name].cut.slices(values[name], place))
+                for mine, part in self._table.keys[name].cut.beside(values[name], view, place):
+                    part.copy_(mine)
             return packed
 
         lots = self._lots_of(tuple(values))
@@ -476,11 +482,7 @@ class AsyncStore(KVStore):
                 f"pull: key {min(again)!r} was pushed in clock {self._service.clock}, and with staleness=0 a push"
                 " counts when all workers have ended its clock: call step() first"
             )
-        wholes = {}
-        for name, (tensor, *_) in wanted.items():
-            own = tensor.is_contiguous() and tensor.device.type == "cpu"
-            wholes[name] = flat(tensor) if own else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-        return wanted, wholes
+        return wanted, {name: self._table.target(name, tensors) for name, tensors in wanted.items()}
 
     def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
         lots = self._lots_of(tuple(wholes))
@@ -498,7 +500,8 @@ class AsyncStore(KVStore):
                 continue
             place = self._members.owners.index(owner)
             for name, view in lots[owner].views(answer.payload).items():
-                _scatter(view, self._table.keys[name].cut.slices(wholes[name], place))
+                for mine, part in self._table.keys[name].cut.beside(wholes[name], view, place):
+                    mine.copy_(part)
 
     def _lots_of(self, names: tuple[str, ...]) -> list[tuple[int, Lot]]:
         """By owner, without those that have nothing of these keys; this rank last."""
@@ -536,27 +539,6 @@ class AsyncStore(KVStore):
     def _refuse_with_servers(self, what: str) -> None:
         if self._members.owners != self._members.workers:
             raise InvalidStateError(f"{what}: the slices are on servers: call save(folder), and load(folder)")
-
-
-def _hand_out(wholes: Mapping[str, Tensor], wanted: Mapping[str, Sequence[Tensor]]) -> None:
-    for name, tensors in wanted.items():
-        for tensor in tensors:
-            if tensor.data_ptr() != wholes[name].data_ptr():
-                tensor.copy_(wholes[name].view(tensor.shape))
-
-
-def _gather(into: Tensor, views: Sequence[Tensor]) -> None:
-    at = 0
-    for view in views:
-        into[at : at + view.numel()] = view
-        at += view.numel()
-
-
-def _scatter(of: Tensor, views: Sequence[Tensor]) -> None:
-    at = 0
-    for view in views:
-        view.copy_(of[at : at + view.numel()])
-        at += view.numel()
 
 
 def _require_finite(name: str, value: Tensor, rank: int) -> None:

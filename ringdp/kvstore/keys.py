@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +49,13 @@ class Cut:
         if self.rest and rank == self.owner:
             views.append(whole[self.ranks * self.part :])
         return views
+
+    def beside(self, whole: Tensor, slice_: Tensor, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rank's elements as views of the flat `whole`, each with its place in the rank's flat `slice_`."""
+        at = 0
+        for view in self.slices(whole, rank):
+            yield view, slice_[at : at + view.numel()]
+            at += view.numel()
 
     def slice_of(self, whole: Tensor, rank: int) -> Tensor:
         """The rank's elements of the flat `whole`: a new tensor."""

@@ -200,10 +200,8 @@ def _cutter(contents: Sequence[Mapping[str, Any]], key: Key, place: int) -> Call
     def mine(pieces: Sequence[Tensor]) -> Tensor:
         whole = torch.empty(key.numel, dtype=pieces[0].dtype, device="cpu")
         for one, piece in enumerate(pieces):
-            at = 0
-            for view in cut.slices(whole, one):
-                view.copy_(piece[at : at + view.numel()])
-                at += view.numel()
+            for view, part in cut.beside(whole, piece, one):
+                view.copy_(part)
         return key.cut.slice_of(whole, place)
 
     return mine

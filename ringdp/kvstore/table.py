@@ -66,10 +66,7 @@ class Table:
         self._on_cpu = owners is not None
         if owners is None:
             owners = range(1 if self._owning is None else self._owning.size())
-        rank = 0 if self._owning is None else self._owning.rank()
-        self.rank = (
-            list(owners).index(rank) if rank in owners else -1
-        )  # this rank's place among the owners, if it is one
+        self.rank = _place(0 if self._owning is None else self._owning.rank(), owners)
         self.ranks = len(owners)
         self.average = average
         self.update: Update = Assign()
@@ -214,7 +211,7 @@ class Table:
 
     def deal_again(self, owners: Sequence[int], rank: int) -> None:
         """Cut all keys for other owners: the slices begin without values, and the update without a state."""
-        self.rank = list(owners).index(rank) if rank in owners else -1
+        self.rank = _place(rank, owners)
         self.ranks = len(owners)
         self._owners = Owners(self.ranks)
         self._plans.clear()
@@ -287,11 +284,11 @@ class Table:
     def pull(self, outputs: Mapping[str, Sequence[Tensor]]) -> None:
         """Copy the values into tensors of this rank, by name in the order that all ranks have."""
         for lot in self.lots(tuple(outputs)):
-            targets = [self._target(name, outputs[name]) for name in lot.names]
+            targets = [self.target(name, outputs[name]) for name in lot.names]
             slices = [self.slices[name] for name in lot.names]
             self.operations.run(f"pull {lot.label}", functools.partial(lot.transfer.all_gather, slices, targets))
             for name, target in zip(lot.names, targets, strict=True):
-                _hand_out(target, outputs[name])
+                hand_out(target, outputs[name])
 
     def gather(self, what: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, each gathered from the ranks' slices, of one dtype: for saved states. On all ranks."""
@@ -326,6 +323,14 @@ class Table:
         transfer = Transfer(keys, self._owning, summed_by=self.group if self.replicated else None)
         return Lot(tuple(names), transfer, describe_keys(keys))
 
+    def target(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """Flat memory for the value: a tensor's own where it is contiguous and there."""
+        key = self.keys[name]
+        first = tensors[0]
+        if first.is_contiguous() and first.device == key.device:
+            return flat(first)
+        return torch.empty(key.numel, dtype=key.dtype, device=key.device)
+
     # Private methods.
 
     def _sum_small(
@@ -340,7 +345,7 @@ class Table:
         target = torch.empty(key.shape, dtype=key.dtype, device=key.device)
         target.view(-1).copy_(summed(inputs, key.device))
         self._small_sums[key.name](target, None)
-        _hand_out(target, outputs)
+        hand_out(target, outputs)
 
     def _push_codes(self, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> dict[str, Tensor]:
         assert self.compression is not None
@@ -366,16 +371,14 @@ class Table:
             lines.append(f"key {name!r}: {describe_type(value.shape, value.dtype)}, new")
         return lines
 
-    def _target(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Flat memory for the value: a tensor's own where it is contiguous and there."""
-        key = self.keys[name]
-        first = tensors[0]
-        if first.is_contiguous() and first.device == key.device:
-            return flat(first)
-        return torch.empty(key.numel, dtype=key.dtype, device=key.device)
+
+def _place(rank: int, owners: Sequence[int]) -> int:
+    """Of the rank among the owners; -1: it is none of them."""
+    return list(owners).index(rank) if rank in owners else -1
 
 
-def _hand_out(value: Tensor, tensors: Sequence[Tensor]) -> None:
+def hand_out(value: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a flat value into all tensors of its key but the one whose memory it is."""
     for tensor in tensors:
         if tensor.data_ptr() != value.data_ptr():
             tensor.copy_(value.view(tensor.shape))
