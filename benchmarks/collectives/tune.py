@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -33,6 +33,8 @@ from benchmarks.collectives.core import make_runtime
 from benchmarks.lib import session
 from benchmarks.lib.measure import format_size, format_time, machine, parse_size, table
 from benchmarks.lib.ranks import Unavailable
+from ringdp.costs import DIRECT_RANKS, HostLayout, work
+from ringdp.tools import algorithm_table
 
 MIN_CALLS, MAX_CALLS = 5, 400  # of one algorithm in one block
 ALWAYS, NEVER = 2**40, 0
@@ -65,42 +67,26 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def layout_of(hosts: Sequence[str]) -> str:
     """The section of the file that ranks on these hosts belong to."""
-    distinct = len(set(hosts))
-    if distinct == 1:
-        return "one_host"
-    return "one_rank_per_host" if distinct == len(hosts) else "several_ranks_per_host"
+    return algorithm_table.layout(HostLayout(tuple(Counter(hosts).values()), cores=1))
 
 
 def best_limit(times: Mapping[str, Sequence[float]]) -> int:
-    """Up to which size (a key, in bytes) the first of both times is to be taken; 0 for never.
-
-    The one that costs least: with t the time taken and b the better of both, the sum of log(t / b) over all sizes.
-    """
-    sizes = sorted(map(int, times))
-
-    def regret(limit: int) -> float:
-        return sum(math.log(times[str(s)][0 if s <= limit else 1] / min(times[str(s)])) for s in sizes)
-
-    return min([0, *sizes], key=regret)
-
-
-DIRECT_RANKS = 16  # of AlgorithmTable, as it is built in: above, a small all-reduce is a tree and not a fold
+    """Up to which size (a key, in bytes) the first of both times is to be taken; 0 for never."""
+    return algorithm_table.best_limit({int(size): pair for size, pair in times.items()})
 
 
 def limits_of(result: Mapping[str, Any]) -> dict[str, int]:
-    """The limits that one run decides; that of a fold is (n-1) times the size, which a rank sends, of a tree 64/n."""
+    """The limits that one run decides."""
     ranks = len(result["hosts"])
     found = {name: best_limit(times) for name, times in result["limits"].items()}
     if "fold_sent_bytes" in found:
-        largest = found["fold_sent_bytes"]
-        found["fold_sent_bytes"] = largest * (ranks - 1) if ranks <= DIRECT_RANKS else -(-largest // ranks) * 64
+        direct = ranks <= DIRECT_RANKS
+        found["fold_sent_bytes"] = algorithm_table.fold_limit(found["fold_sent_bytes"], ranks, direct=direct)
     return found
 
 
 def costs_of(result: Mapping[str, Any]) -> dict[str, float]:
     """The model's constants (ringdp/costs.py) from a run of two ranks; none from others."""
-    from ringdp.costs import HostLayout, work
-
     hosts, costs = result["hosts"], result["costs"]
     if len(hosts) != 2:
         return {}

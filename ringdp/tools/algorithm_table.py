@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from ringdp import _C
 from ringdp import costs as cost_model
@@ -34,6 +35,24 @@ def layout(place: HostLayout) -> str:
     if len(place.per_host) == 1:
         return "one_host"
     return "one_rank_per_host" if max(place.per_host) == 1 else "several_ranks_per_host"
+
+
+def best_limit(times: Mapping[int, Sequence[float]]) -> int:
+    """Up to which size, in bytes, the first of both times is to be taken; 0 for never.
+
+    The one that costs least: with t the time taken and b the better of both, the sum of log(t / b) over all sizes.
+    """
+
+    def regret(limit: int) -> float:
+        return sum(math.log(pair[0 if size <= limit else 1] / min(pair)) for size, pair in times.items())
+
+    return min([0, *sorted(times)], key=regret)
+
+
+def fold_limit(size_bytes: int, ranks: int, *, direct: bool) -> int:
+    """``fold_sent_bytes`` where small all-reduces end at that size: a fold sends (n-1) times as much; in place of it,
+    where `direct` is False, a tree is taken up to n/64 of the limit."""
+    return size_bytes * (ranks - 1) if direct else -(-size_bytes // ranks) * 64
 
 
 def ranges(place: HostLayout, dtype: str, tuning: Tuning) -> list[Range]:

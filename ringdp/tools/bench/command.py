@@ -17,9 +17,9 @@ from typing import Any
 from ringdp import config
 from ringdp.costs import HostLayout
 from ringdp.errors import InvalidArgumentError, RingError
-from ringdp.text import parse_size
 from ringdp.tools import starting
 from ringdp.tools.algorithm_table import algorithm, explain
+from ringdp.tools.option_types import size
 
 SIZES = "4k,64k,1m,4m,25m"
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -67,10 +67,10 @@ def add_parsers(commands: Any) -> None:
     what.add_argument("--backend", default="ring", type=_backends, help="of ring, gloo, nccl; comma-separated (ring)")
     what.add_argument("--codec", default=[], type=_split, help="also ring with these compressors: int8,topk,powersgd")
     what.add_argument("--sizes", type=_sizes, help=f"bytes, comma-separated ({SIZES}), or:")
-    what.add_argument("-b", "--begin", type=_size, metavar="SIZE", help="the first size")
-    what.add_argument("-e", "--end", type=_size, metavar="SIZE", help="the last size")
+    what.add_argument("-b", "--begin", type=size, metavar="SIZE", help="the first size")
+    what.add_argument("-e", "--end", type=size, metavar="SIZE", help="the last size")
     what.add_argument("-f", "--step-factor", type=float, metavar="F", help="each size is F times the last (2)")
-    what.add_argument("-i", "--step-bytes", type=_size, metavar="SIZE", help="each size is so many bytes larger")
+    what.add_argument("-i", "--step-bytes", type=size, metavar="SIZE", help="each size is so many bytes larger")
     what.add_argument("--dtype", default="float32", choices=DTYPES, help="type of the elements (float32)")
     what.add_argument("--op", default="sum", choices=OPERATIONS, help="how reductions reduce (sum)")
     what.add_argument("--root", type=int, default=0, help="of broadcast, reduce, gather and scatter (0)")
@@ -369,12 +369,5 @@ def _backends(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _sizes(text: str) -> list[int]:
-    return [_size(word) for word in text.split(",")]
+    return [size(word) for word in text.split(",")]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from ringdp.config import LaunchEnvironment, launch_environment, parse_rate
+from ringdp.config import LaunchEnvironment, launch_environment
 from ringdp.errors import RingError
-from ringdp.text import parse_size
 from ringdp.tools import starting
 from ringdp.tools.doctor import registry, report
 from ringdp.tools.doctor.finding import Finding
 from ringdp.tools.doctor.host import Host, Thresholds
+from ringdp.tools.option_types import duration, rate, size
 
 _ABOUT = """\
 Check whether ringdp can work here, which devices and networks it would use, and what would make it faster.
@@ -30,7 +29,6 @@ Check whether ringdp can work here, which devices and networks it would use, and
 Each finding is ok, a note (works, and could be better) or a problem, with what to do. The exit code is 0 without a
 problem, 1 with one, 2 for a command line that cannot be used. Nothing is changed on any host.
 """
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(us|µs|ms|s)")
 
 
 def add_parsers(commands: Any) -> None:
@@ -49,7 +47,7 @@ def add_parsers(commands: Any) -> None:
     wanted.add_argument("--min-bandwidth", type=rate, metavar="RATE", help="of each edge: 1gbit, 900mbit or 100MB/s")
     wanted.add_argument("--max-latency", type=duration, metavar="TIME", help="of each round trip: 500us, 2ms")
     wanted.add_argument("--max-clock-offset", type=duration, metavar="TIME", help="between hosts' clocks: 50ms")
-    wanted.add_argument("--min-shared-memory", type=_size, metavar="SIZE", help="free in /dev/shm: 1g")
+    wanted.add_argument("--min-shared-memory", type=size, metavar="SIZE", help="free in /dev/shm: 1g")
     wanted.add_argument("--min-descriptors", type=int, metavar="N", help="that a process may have open: 4096")
     parser.set_defaults(run=run)
 
@@ -113,31 +111,6 @@ def _print(
         text = report.text(f"{title}, {when}", findings, tables=tables, hosts=hosts)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-def rate(text: str) -> float:
-    """Bytes a second, above 0."""
-    try:
-        if found := parse_rate(text):
-            return found
-        raise ValueError("is not a rate: it is 0")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
-
-
-def duration(text: str) -> float:
-    """Seconds of ``500us``, ``2ms`` or ``1s``."""
-    found = _TIME.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 500us, 2ms or 1s")
-    return float(found[1]) * {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> float:

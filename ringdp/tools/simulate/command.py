@@ -15,7 +15,7 @@ from ringdp.config.tuning import Tuning
 from ringdp.errors import RingError
 from ringdp.text import parse_size
 from ringdp.tools.bench.command import DTYPES
-from ringdp.tools.doctor.command import duration, rate
+from ringdp.tools.option_types import duration, rate, size
 from ringdp.tools.simulate import outcome, tune
 from ringdp.tools.simulate.place import Place, SimulatedHost, WorkCosts, alike, at_sites, extended, measured, slowed
 
@@ -187,11 +187,8 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    try:
-        if size := parse_size(text):
-            return size
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if found := size(text):
+        return found
     raise argparse.ArgumentTypeError(f"{text!r} is nothing")
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from ringdp import _C
 from ringdp.config.tuning import Tuning
+from ringdp.costs import HALF_TYPES
 from ringdp.errors import InvalidArgumentError
 from ringdp.text import format_size, format_time, table
+from ringdp.tools import algorithm_table
 from ringdp.tools.doctor.ranks.edges import format_rate
 from ringdp.tools.simulate.place import Place
 
@@ -20,7 +22,6 @@ ALGORITHMS = tuple(row["name"] for row in _C.algorithms() if row["all_reduce"])
 FORMAT = 1
 """Of the JSON: another number where a field changes its meaning or goes."""
 
-HALF_TYPES = ("float16", "bfloat16")
 SLACK = 1.15  # a choice that takes more of the best one's time is pointed out
 BUSY = 0.6  # a line that is busy for this share of the time limits
 _ANY_SIZE = 1 << 62
@@ -92,20 +93,16 @@ class Comparison:
 
 def is_far(place: Place, tuning: Tuning) -> bool:
     """Whether the core takes the hosts for far apart (``tables_for`` in csrc/collective/algorithm_table.h)."""
-    limit = _limits(tuning, place.layout).get("far_round_trip_us", 5000)
+    limit = tuning.limits.get(f"{place.layout}.far_round_trip_us", 5000)
     return len(place.hosts) > 1 and place.longest_round_trip_s * 1e6 >= limit
-
-
-def _limits(tuning: Tuning, layout: str) -> dict[str, int]:
-    return {name.partition(".")[2]: value for name, value in tuning.limits.items() if name.startswith(f"{layout}.")}
 
 
 def choice(place: Place, size_bytes: int, dtype: str, tuning: Tuning) -> str:
     """What the core's table chooses there."""
-    limits = dict(tuning.limits)
     if is_far(place, tuning):
-        limits[f"{place.layout}.pairwise_bytes"] = _ANY_SIZE
-    return str(_C.all_reduce_algorithm(place.ranks, dtype, size_bytes, table=limits, hosts=place.host_of_ranks))
+        in_pairs = {f"{place.layout}.pairwise_bytes": _ANY_SIZE}
+        tuning = dataclasses.replace(tuning, limits={**tuning.limits, **in_pairs})
+    return algorithm_table.algorithm(place.ranks_of_hosts, dtype, size_bytes, tuning)
 
 
 def candidates(place: Place, dtype: str) -> list[str]:

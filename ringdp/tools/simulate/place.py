@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ringdp.costs import HostLayout
 from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.tools import algorithm_table
+from ringdp.tools.doctor import report
 
 MOST_RANKS = 100_000
-
-DOCTORS_FORMAT = 1
-"""Of ``doctor --json`` (ringdp/tools/doctor/report.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Place:
         return sum(host.ranks for host in self.hosts)
 
     @property
-    def host_of_ranks(self) -> list[int]:
-        """The number of each rank's host, ``[ranks]``."""
-        return [number for number, host in enumerate(self.hosts) for _ in range(host.ranks)]
+    def ranks_of_hosts(self) -> HostLayout:
+        """As the table of algorithms takes them."""
+        return HostLayout(tuple(host.ranks for host in self.hosts), self.cores)
 
     @property
     def longest_round_trip_s(self) -> float:
@@ -105,9 +105,7 @@ class Place:
     @property
     def layout(self) -> str:
         """One of `ringdp.config.tuning.LAYOUTS`."""
-        if len(self.hosts) == 1:
-            return "one_host"
-        return "one_rank_per_host" if self.ranks == len(self.hosts) else "several_ranks_per_host"
+        return algorithm_table.layout(self.ranks_of_hosts)
 
     def rows(self) -> list[tuple[int, int, float, float]]:
         """As ``_C.simulate`` takes hosts."""
@@ -179,7 +177,7 @@ def measured(path: Path) -> tuple[list[SimulatedHost], float]:
         raise SystemResourceError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise InvalidArgumentError(f"{path} is not JSON, as python -m ringdp doctor --json prints it") from None
-    if not isinstance(content, dict) or content.get("ringdp_doctor") != DOCTORS_FORMAT:
+    if not isinstance(content, dict) or content.get("ringdp_doctor") != report.FORMAT:
         raise InvalidArgumentError(f"{path} is not what python -m ringdp doctor -H node1,node2 --json prints")
     matrix = content.get("matrix") or {}
     host_of, names = matrix.get("host_of", []), matrix.get("hosts", [])

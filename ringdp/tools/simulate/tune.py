@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from ringdp.config.tuning import FORMAT, Tuning
 from ringdp.costs import DIRECT_RANKS
 from ringdp.errors import InvalidArgumentError, SystemResourceError
+from ringdp.tools.algorithm_table import best_limit, fold_limit
 from ringdp.tools.simulate import outcome
 from ringdp.tools.simulate.place import Place
 
@@ -22,8 +22,7 @@ _HOPELESS = 2.0  # times as long as the other one: larger sizes are not tried
 def limits(place: Place, tuning: Tuning) -> dict[str, int]:
     """Names and values of limits, for all-reduces of float32 in that layout.
 
-    A limit is the size at which going over from one algorithm to the next costs least over all sizes. Of a fold it is
-    counted as (n-1) times the size, of a tree as 64/n times the size, as the table has it.
+    A limit is the size at which going over from one algorithm to the next costs least over all sizes.
 
     Raises:
         InvalidArgumentError: one rank, or hosts so far apart that no limit counts.
@@ -48,23 +47,9 @@ def limits(place: Place, tuning: Tuning) -> dict[str, int]:
     limit = best_limit(times)
     if place.ranks == 2:
         found["fold_two_ranks_bytes"] = limit
-    elif direct:
-        found["fold_sent_bytes"] = limit * (place.ranks - 1)
     else:
-        found["fold_sent_bytes"] = -(-limit // place.ranks) * 64
+        found["fold_sent_bytes"] = fold_limit(limit, place.ranks, direct=direct)
     return found
-
-
-def best_limit(times: Mapping[int, tuple[float, float]]) -> int:
-    """Up to which size the first of both times is to be taken; 0 for never.
-
-    With t the time taken and b the better of both, the sum of log(t / b) over all sizes is least.
-    """
-
-    def regret(limit: int) -> float:
-        return sum(math.log(pair[0 if size <= limit else 1] / min(pair)) for size, pair in times.items())
-
-    return min([0, *times], key=regret)
 
 
 def write(path: Path, place: Place, found: Mapping[str, int], words: str) -> None:
