@@ -8,7 +8,6 @@ a stream of its own on a GPU.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import queue
 import threading
@@ -19,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.errors import InvalidStateError, SystemResourceError
+from ringdp.errors import InvalidStateError
 from ringdp.hooks.futures import Promise
 from ringdp.job.backend import cut_off
 from ringdp.job.sibling_group import sibling_groups
+from ringdp.job.threads import end_before_groups, start_thread
 
 Job = Callable[[dist.ProcessGroup], Tensor]
 _MOMENT_S = 0.2  # for what a thread is doing when the process ends
@@ -48,8 +48,7 @@ class CommThreads:
             weakref.finalize(self, thread.end).atexit = False
             self._threads.append(thread)
         _alive.add(self)
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)  # after the groups', and so before them
+        end_before_groups(_end_all)
 
     def submit(self, number: int, job: Job) -> torch.futures.Future[Tensor]:
         """Run `job` on a thread: the future completes with its result, or fails with its exception.
@@ -91,14 +90,7 @@ class _CommThread:
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, stream), name=f"ringdp hook {number}", daemon=True
         )
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise SystemResourceError(
-                f"no thread can be started to average compressed gradients ({error}): raise the limit of processes and"
-                " threads (ulimit -u, the cgroup's pids.max)",
-                rank=group.rank(),
-            ) from error
+        start_thread(self._thread, "no thread can be started to average compressed gradients", rank=group.rank())
 
     def do(self, promise: Promise, make: Callable[[], Tensor]) -> None:
         self._jobs.put(promise, make)

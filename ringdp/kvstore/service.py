@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -20,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import errors
-from ringdp.errors import InvalidStateError, PeerLostError, RingError, RingTimeoutError, SystemResourceError
+from ringdp.errors import InvalidStateError, PeerLostError, RingError, RingTimeoutError
 from ringdp.job.backend import BACKEND, backend_of, timeout_of
 from ringdp.job.byte_collectives import all_gather_bytes, as_bytes
 from ringdp.job.elastic import as_unit, is_elastic
+from ringdp.job.threads import end_before_groups, start_thread
 from ringdp.kvstore.clocks import Clocks
 from ringdp.kvstore.messages import Kind, Message
 from ringdp.kvstore.owner import Owner, Served
@@ -124,8 +124,7 @@ class Service:
         if self._requests is not None and self.owner is not None:
             self._start()
         _alive.add(self)
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)  # after the groups', and so before them
+        end_before_groups(_end_all)
 
     @staticmethod
     def _mailboxes(group: dist.ProcessGroup | None, name: str | None) -> tuple[Any, Any]:
@@ -147,13 +146,7 @@ class Service:
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="ringdp kvstore", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise SystemResourceError(
-                f"no thread can be started for the owner's part of a store ({error}): raise the limit of processes and"
-                " threads (ulimit -u, the cgroup's pids.max)"
-            ) from error
+        start_thread(self._thread, "no thread can be started for the owner's part of a store")
 
     # The worker.
 

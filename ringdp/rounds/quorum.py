@@ -8,7 +8,6 @@ has not come then sends zeros of weight 0, and has the same global parameters as
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import enum
 import logging
@@ -23,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringdp.errors import InvalidStateError, MismatchError, SystemResourceError
+from ringdp.errors import InvalidStateError, MismatchError
 from ringdp.job.backend import cut_off, named
 from ringdp.job.byte_collectives import all_gather_bytes
 from ringdp.job.elastic import as_unit, places
+from ringdp.job.threads import end_before_groups, start_thread
 from ringdp.rounds.exchange import Flight, FragmentExchange, Record
 from ringdp.rounds.fragments import Fragment, digest
 from ringdp.rounds.not_finite import log_clipped, log_not_finite
@@ -201,16 +201,9 @@ class Meetings:
                 " job's own group: call its finish() first"
             )
         self._thread = threading.Thread(target=self._run, args=(new,), name="ringdp rounds", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise SystemResourceError(
-                f"{self._who}: no thread can be started to take part in rounds ({error}): raise the limit of processes"
-                " and threads (ulimit -u, the cgroup's pids.max)"
-            ) from error
+        start_thread(self._thread, f"{self._who}: no thread can be started to take part in rounds")
         _alive.add(self)
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)  # after the groups', and so before them
+        end_before_groups(_end_all)
 
     @property
     def runs(self) -> bool:
