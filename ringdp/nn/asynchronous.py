@@ -75,7 +75,7 @@ class AsyncRowExchange(RowExchange):
     def __init__(
         self, shard: Shard, members: Members, update: SparseUpdate, wire: str, divisor: float, staleness: int | None
     ) -> None:
-        super().__init__(shard, None, "exact")
+        super().__init__(shard, None, update, wire, divisor)
         self.wire = wire if len(members.owners) > 1 else "exact"  # as where ranks look up together
         self.service = Service(members, Rows(shard, update, self.wire, divisor), staleness)
 
@@ -100,10 +100,7 @@ class AsyncRowExchange(RowExchange):
 
     def push(self, used: Sequence[tuple[Lookup, Tensor]]) -> None:
         """The gradients of some lookups, one message to each owner, and the end of this worker's clock."""
-        codes = [
-            _C.encode_rows((torch.zeros_like(rows) if rows.grad is None else rows.grad).contiguous(), self.wire)
-            for _, rows in used
-        ]
+        codes = [self.encoded_gradient(rows) for _, rows in used]
         places = [self._places(lookup) for lookup, _ in used]
         for owner in self.service.remote_first():
             spans = [it[owner] for it in places]
@@ -114,6 +111,17 @@ class AsyncRowExchange(RowExchange):
             body = torch.cat([it.contiguous().view(torch.uint8).view(-1) for it in parts if it.numel()])
             self.service.ask(Kind.PUSH, owner, body)
         self.service.step()
+
+    def step_of(self, updates: int) -> int:
+        """Its clock: owners count the pushes that they had."""
+        self.barrier()
+        return self.service.clock
+
+    def barrier(self) -> None:
+        self.service.barrier()
+
+    def close(self) -> None:
+        self.service.close()
 
     def _places(self, lookup: Lookup) -> list[tuple[int, int]]:
         """By owner, its first and last of the distinct rows."""

@@ -13,6 +13,7 @@ from ringdp import _C
 from ringdp.errors import InvalidArgumentError, MismatchError
 from ringdp.kvstore.agreement import Operations
 from ringdp.nn.shards import Asked, Shard
+from ringdp.nn.sparse_updates import SparseUpdate
 
 
 @dataclasses.dataclass
@@ -55,11 +56,16 @@ class RowExchange:
     """Of one table over a group; None: this rank has all rows. All ranks call alike, in one order.
 
     Args:
+        update: of this rank's rows.
         wire: the code of rows: "exact", "bfloat16" or "int8".
+        divisor: of the gradients' sums.
     """
 
-    def __init__(self, shard: Shard, group: dist.ProcessGroup | None, wire: str) -> None:
+    def __init__(
+        self, shard: Shard, group: dist.ProcessGroup | None, update: SparseUpdate, wire: str, divisor: float
+    ) -> None:
         self._shard, self._group = shard, group
+        self._update, self._divisor = update, divisor
         self.wire = wire if group is not None else "exact"
         self._operations = Operations(group, "a sharded embedding")
 
@@ -97,10 +103,33 @@ class RowExchange:
         rows = _C.gather_rows(self._shard.table, lookup.wanted, self.wire)
         return self._move(rows, lookup.answer, lookup.ask, "rows of a sharded embedding")
 
-    def begin_gradients(self, lookup: Lookup, gradients: Tensor) -> Pending:
-        """Gradients of the rows, in the order of `Lookup.inverse`, go to the owners."""
-        rows = _C.encode_rows(gradients.contiguous(), self.wire)
-        return self._move(rows, lookup.ask, lookup.answer, "gradients of a sharded embedding")
+    def push(self, used: Sequence[tuple[Lookup, Tensor]]) -> None:
+        """Update the rows by the gradients of all ranks' lookups since the last push."""
+        words = "gradients of a sharded embedding"
+        on_their_way = [
+            self._move(self.encoded_gradient(rows), lookup.ask, lookup.answer, words) for lookup, rows in used
+        ]
+        codes = [pending.wait() for pending in on_their_way]
+        wanted = [lookup.wanted for lookup, _ in used if lookup.wanted is not None]  # all of them
+        shard = self._shard
+        rows, sums = _C.sum_rows(shard.table, codes, wanted, self.wire, self._divisor)
+        self._update.apply(shard.table, shard.state, rows, sums)
+
+    def encoded_gradient(self, rows: Tensor) -> Tensor:
+        """Of the rows of a lookup, in the order of `Lookup.inverse`; zeros where backward did not come to them."""
+        gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
+        return _C.encode_rows(gradient.contiguous(), self.wire)
+
+    def step_of(self, updates: int) -> int:
+        """The step of all ranks, where this one's rows have had so many updates: for files. Waits for other ranks, if
+        they are at steps of their own."""
+        return updates
+
+    def barrier(self) -> None:
+        """All that ranks have pushed counts: as always where they call alike."""
+
+    def close(self) -> None:
+        """Nothing has to end."""
 
     def decoded(self, pending: Pending) -> Tensor:
         """The rows that have come, ``[n, dim]``."""

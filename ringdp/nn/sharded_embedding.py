@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp import _C, refusals, values
+from ringdp import refusals, values
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged
 from ringdp.job.byte_collectives import alone, require_member, together
 from ringdp.job.elastic import is_elastic, places
@@ -176,14 +176,15 @@ class ShardedEmbedding(nn.Module):
             )
         else:
             self._shard = FixedShard(RowOwners(self._size, rank, ranks), self.embedding_dim, self._update, self._dtype)
-        self._divisor = float(ranks) if self._averages else 1.0
+        divisor = float(ranks) if self._averages else 1.0
         if self._asynchronous:
             members = Members.of(group, 0)
             self._exchange: RowExchange = AsyncRowExchange(
-                self._shard, members, self._update, self._wire, self._divisor, self._staleness
+                self._shard, members, self._update, self._wire, divisor, self._staleness
             )
         else:
-            self._exchange = RowExchange(self._shard, group if ranks > 1 else None, self._wire)
+            among = group if ranks > 1 else None
+            self._exchange = RowExchange(self._shard, among, self._update, self._wire, divisor)
         self._used: list[tuple[Lookup, Tensor]] = []  # since the last step
         self._ahead: tuple[Tensor, Lookup] | None = None
         self._rows_ahead: Pending | None = None
@@ -243,24 +244,9 @@ class ShardedEmbedding(nn.Module):
         """Send the gradients of all forwards since the last step to the owners, which update the rows; on all ranks."""
         self._require_owners()
         used, self._used = self._used, []
-        if isinstance(self._exchange, AsyncRowExchange):
-            self._exchange.push(used)
-        else:
-            self._update_rows(used)
+        self._exchange.push(used)
         if self._ahead is not None:
             self._rows_ahead = self._exchange.begin_rows(self._ahead[1], self._update.step)
-
-    def _update_rows(self, used: list[tuple[Lookup, Tensor]]) -> None:
-        """By the gradients of all ranks."""
-        on_their_way = [
-            self._exchange.begin_gradients(lookup, torch.zeros_like(rows) if rows.grad is None else rows.grad)
-            for lookup, rows in used
-        ]
-        codes = [pending.wait() for pending in on_their_way]
-        wanted = [lookup.wanted for lookup, _ in used if lookup.wanted is not None]  # all of them
-        shard = self._shard
-        rows, sums = _C.sum_rows(shard.table, codes, wanted, self._exchange.wire, self._divisor)
-        self._update.apply(shard.table, shard.state, rows, sums)
 
     @torch.no_grad()
     def rows(self, ids: Tensor) -> Tensor:
@@ -288,22 +274,17 @@ class ShardedEmbedding(nn.Module):
         """
         self._require_owners()
         path, rank, ranks = Path(folder), self._rank, self._ranks
-        step = self._update.step
-        if isinstance(self._exchange, AsyncRowExchange):  # whose owners count the pushes that they had
-            self._exchange.service.barrier()
-            step = self._exchange.service.clock
+        step = self._exchange.step_of(self._update.step)
         self._together(lambda: saved.write(path, self._shard, self._update, self._shape(), step, rank, ranks), "save")
         self._together(lambda: saved.write_index(path, step, ranks) if rank == 0 else None, "save")
 
     def barrier(self) -> None:
         """Of an asynchronous table: wait until all ranks have come here, and all that they have pushed counts."""
-        if isinstance(self._exchange, AsyncRowExchange):
-            self._exchange.service.barrier()
+        self._exchange.barrier()
 
     def close(self) -> None:
         """Of an asynchronous table: leave, and serve the others until all ranks have left. Idempotent."""
-        if isinstance(self._exchange, AsyncRowExchange):
-            self._exchange.service.close()
+        self._exchange.close()
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the files of `save` at any number of ranks; the folder has to have the files of all; on all ranks. In an

@@ -14,6 +14,8 @@ namespace {
 constexpr std::size_t kAlignment = 64;
 constexpr int64_t kLastMs = 1000;  // for a message on its way when the mailbox is closed
 
+int other_of(const GroupHandle& pair) { return pair.view().rank == 0 ? 1 : 0; }
+
 std::shared_ptr<std::byte> memory_of(std::size_t bytes) {
   const std::size_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole));
@@ -68,7 +70,7 @@ void Mailbox::expect(int from) {
     if (alive && there) alive->header_came(from, there);
   };
   try {
-    peer.group->receive(peer.incoming->header, DType::kUint8, peer.group->view().rank == 0 ? 1 : 0, kHeaders,
+    peer.group->receive(peer.incoming->header, DType::kUint8, other_of(*peer.group), kHeaders,
                         options_of(peer.incoming, std::move(after)));
   } catch (const Error&) {
     peer.lost = std::current_exception();
@@ -91,8 +93,8 @@ void Mailbox::header_came(int from, const std::shared_ptr<Incoming>& incoming) {
     auto after = [box = weak_from_this(), from] {
       if (const auto alive = box.lock()) alive->came(from);
     };
-    peer.group->receive({incoming->payload.get(), bytes}, DType::kUint8, peer.group->view().rank == 0 ? 1 : 0,
-                        kPayloads, options_of(incoming, std::move(after)));
+    peer.group->receive({incoming->payload.get(), bytes}, DType::kUint8, other_of(*peer.group), kPayloads,
+                        options_of(incoming, std::move(after)));
   } catch (...) {
     lost(from, std::current_exception());
   }
@@ -177,13 +179,13 @@ int64_t Mailbox::send(int to, std::string_view header, at::Tensor payload, bool 
   outgoing->payload = std::move(payload);
   std::memcpy(outgoing->header.data(), &bytes, kOwnBytes);
   std::memcpy(outgoing->header.data() + kOwnBytes, header.data(), header.size());
-  const int other = peer.group->view().rank == 0 ? 1 : 0;
   std::shared_ptr<Work> last =
-      peer.group->send(outgoing->header, DType::kUint8, other, kHeaders, options_of(outgoing, nullptr));
+      peer.group->send(outgoing->header, DType::kUint8, other_of(*peer.group), kHeaders, options_of(outgoing, nullptr));
   if (bytes > 0) {
     auto* data = static_cast<std::byte*>(outgoing->payload.data_ptr());
     peer.sent.emplace_back(std::move(last), 0);
-    last = peer.group->send({data, bytes}, DType::kUint8, other, kPayloads, options_of(outgoing, nullptr));
+    last =
+        peer.group->send({data, bytes}, DType::kUint8, other_of(*peer.group), kPayloads, options_of(outgoing, nullptr));
   }
   peer.sent.emplace_back(std::move(last), bytes);
   peer.on_their_way += bytes;
