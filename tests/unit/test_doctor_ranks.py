@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from ringdp.tools import starting
+from ringdp.tools import option_types, starting
 from ringdp.tools.doctor import command, report
 from ringdp.tools.doctor.finding import Finding, Verdict, merged
 from ringdp.tools.doctor.host import Thresholds
@@ -185,19 +185,19 @@ def test_json_can_be_read_back() -> None:
     ("text", "bytes_per_s"), [("1gbit", 125e6), ("900mbit", 112.5e6), ("100MB/s", 1e8), ("8bit", 1)]
 )
 def test_rates(text: str, bytes_per_s: float) -> None:
-    assert command.rate(text) == bytes_per_s
+    assert option_types.rate(text) == bytes_per_s
 
 
 @pytest.mark.parametrize("text", ["1", "1gb", "-1gbit", "0mbit", "fast"])
 def test_what_is_not_a_rate(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a rate"):
-        command.rate(text)
+        option_types.rate(text)
 
 
 def test_durations() -> None:
-    assert [command.duration(text) for text in ("500us", "2ms", "1.5s")] == pytest.approx([5e-4, 2e-3, 1.5])
+    assert [option_types.duration(text) for text in ("500us", "2ms", "1.5s")] == pytest.approx([5e-4, 2e-3, 1.5])
     with pytest.raises(argparse.ArgumentTypeError, match="'3' is not a time"):
-        command.duration("3")
+        option_types.duration("3")
 
 
 def test_flags_that_start_ranks() -> None:
