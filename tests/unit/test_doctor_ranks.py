@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from ringdp.tools import option_types, starting
-from ringdp.tools.doctor import command, report
+from ringdp.tools.doctor import report
 from ringdp.tools.doctor.finding import Finding, Verdict, merged
 from ringdp.tools.doctor.host import Thresholds
 from ringdp.tools.doctor.ranks import comparison, edges
