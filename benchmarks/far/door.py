@@ -2,11 +2,14 @@
 
     sudo python -m benchmarks door                             two of three hosts reach each other through it alone
     sudo python -m benchmarks door --start 8 --delay 25ms      eight hosts behind NAT but one start, 50 ms round trip
+    sudo python -m benchmarks door --strangers 10000           what so many connections of strangers do to a job
 
 Hosts are network namespaces. Of a relayed pair: one sends to the other; the rate is of payload, beside the rate of the
 hosts' lines, and the CPU time is that of the launcher with the door, for each second. Of a start: the seconds from the
 beginning of the launcher with the door to the last rank's return from ringdp.init(), and those of them that are left
-when the last rank has called it: before that, each host imports torch twice.
+when the last rank has called it: before that, each host imports torch twice. Of strangers: a third host connects to the
+door in every other second (silent ones, nonsense, replayed handshakes, slow ones), on a core of its own, while two
+hosts train on another one; steps of these seconds are compared with those of the seconds between.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.far import door_rank
 from benchmarks.far.long_line import FarHosts, LongLine, parse_rate, parse_time
 from benchmarks.lib.hosts import Hosts, namespace, tool
 from benchmarks.lib.ranks import Failed, Unavailable, signals_unwind
 
 PORT = 29500
+START_S = 30  # at most, until a job trains
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tls", action="store_true", help="ringrun --tls")
     parser.add_argument("--start", type=int, default=0, metavar="HOSTS", help="measure the start of so many hosts")
     parser.add_argument("--delay", type=parse_time, default=0.025, help="of a start: from one host to another (25ms)")
+    parser.add_argument("--strangers", type=int, default=0, metavar="N", help="measure a job beside N connections")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args(argv)
     try:
@@ -53,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         with signals_unwind():
-            found = start(args) if args.start else relay(args)
+            found = start(args) if args.start else strangers(args) if args.strangers else relay(args)
     except (Unavailable, Failed) as error:
         print(f"door: {error}", file=sys.stderr)
         return 2 if isinstance(error, Unavailable) else 1
@@ -95,18 +101,65 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def launch(hosts: Hosts, args: argparse.Namespace, words: Sequence[str]) -> list[dict[str, Any]]:
-    """Run door_rank on each host; what the ranks have said."""
+def strangers(args: argparse.Namespace) -> dict[str, Any]:
+    if len(os.sched_getaffinity(0)) < 2:
+        raise Unavailable("--strangers needs 2 cores")
+    core, other = sorted(os.sched_getaffinity(0))[:2]
+    seconds = 2 * -(-args.strangers // door_rank.STRANGERS_PER_S)
+    with Hosts(3, rate=args.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        secret = secrets.token_hex(32)
+        words = ["strangers", f"{hosts.address(0)}:{PORT}", secret, str(seconds + START_S)]
+        command = ["taskset", "-c", str(other), sys.executable, "-m", "benchmarks.far.door_rank", *words]
+        environ = os.environ | hosts.host_env(2) | {"PYTHONPATH": str(ROOT)}
+        with open(Path(folder, "out"), "w+") as out:
+            crowd = subprocess.Popen(hosts.command(2, command), env=environ, stdout=out)
+            try:
+                [found] = launch(hosts, args, ["beside", str(seconds)], 2, ["taskset", "-c", str(core)], secret)
+            finally:
+                crowd.terminate()
+                crowd.wait()
+            out.seek(0)
+            found |= json.loads(out.read() or "{}")
+    print(
+        f"{found['connections']} connections of strangers in {seconds // 2} s of {seconds}, {found['refused']} of them"
+        f" refused by the kernel: steps took {found['beside_s'] * 1e3:.2f} ms beside them, else"
+        f" {found['alone_s'] * 1e3:.2f} ms: {found['beside_s'] / found['alone_s']:.3f} (by pairs of seconds"
+        f" {found['least']:.3f} to {found['most']:.3f}); the launcher with the door used {found['door_cores']:.2f} of a"
+        f" core beside them, else {found['door_cores_alone']:.2f}"
+    )
+    return found
+
+
+def launch(
+    hosts: Hosts,
+    args: argparse.Namespace,
+    words: Sequence[str],
+    ranks: int = 0,
+    prefix: Sequence[str] = (),
+    key: str = "",
+) -> list[dict[str, Any]]:
+    """Run door_rank on each of so many hosts (0: all); what the ranks have said."""
+    ranks = ranks or hosts.count
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.touch(0o600)
-        secret.write_text(secrets.token_hex(32))
+        secret.write_text(key or secrets.token_hex(32))
         launchers = []
-        for host in range(hosts.count):
+        for host in range(ranks):
             (place := Path(folder, str(host))).mkdir()
-            way = ["--door", str(PORT), "--nnodes", str(hosts.count)] if host == 0 else ["--join", f"h0:{PORT}"]
+            way = ["--door", str(PORT), "--nnodes", str(ranks)] if host == 0 else ["--join", f"h0:{PORT}"]
             common = ["-n", "1", "--secret-file", str(secret), "--console", "all", *(["--tls"] if args.tls else [])]
-            command = [sys.executable, "-m", "ringdp.launch", *way, *common, "-m", "benchmarks.far.door_rank", *words]
+            command = [
+                *prefix,
+                sys.executable,
+                "-m",
+                "ringdp.launch",
+                *way,
+                *common,
+                "-m",
+                "benchmarks.far.door_rank",
+                *words,
+            ]
             environ = os.environ | hosts.host_env(host) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             out = open(place / "out", "w")  # noqa: SIM115  # until the launcher has ended
             launchers.append(
@@ -114,7 +167,7 @@ def launch(hosts: Hosts, args: argparse.Namespace, words: Sequence[str]) -> list
             )
         end = time.monotonic() + 300
         codes = [it.wait(max(1.0, end - time.monotonic())) for it in launchers]
-        said = [Path(folder, str(host), "out").read_text() for host in range(hosts.count)]
+        said = [Path(folder, str(host), "out").read_text() for host in range(ranks)]
     if any(codes):
         raise Failed("\n".join(said))
     return [json.loads(line.partition("] ")[2]) for text in said for line in text.splitlines() if '{"' in line]

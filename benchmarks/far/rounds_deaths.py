@@ -117,7 +117,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="of each way (180)")
     parser.add_argument("--kill-every", type=float, default=60.0, help="seconds (60)")
     parser.add_argument("--every", type=int, default=20, help="steps of a round (20)")
-    parser.add_argument("--step-ms", type=float, default=80.0, help="of a step (80)")
+    parser.add_argument("--step-ms", type=float, default=250.0, help="of a step (250)")
     parser.add_argument("--period", type=float, default=60.0, help="seconds, in a fifth of which a rank is slow (60)")
     parser.add_argument("--quorum", type=float, default=0.75, help="(0.75)")
     parser.add_argument("--grace", type=float, default=0.3, help="seconds (0.3)")

@@ -33,6 +33,7 @@ class Training:
         self._draw = torch.Generator().manual_seed(given["seed"] * 10_007 + os.getpid())
         self._counted = open(folder / f"counted-{os.getpid()}", "a", buffering=1)  # noqa: SIM115  # until it is killed
         self._slow_from: float | None = None
+        self.made = 0  # steps, of this process
 
     def step(self, model: nn.Module) -> None:
         began = time.monotonic()
@@ -42,6 +43,7 @@ class Training:
         wanted_s = self._given["step_ms"] / 1e3 * (SLOWER if self._is_slow() else 1.0)
         time.sleep(max(0.0, wanted_s - (time.monotonic() - began)))
         self.inner.step()
+        self.made += 1
 
     def count(self, steps: int) -> None:
         """So many of this rank's are in a mean now."""
@@ -63,13 +65,16 @@ class Training:
 def in_rounds(training: Training, given: dict[str, Any], **options: Any) -> None:
     rounds = ringdp.DiLoCo(training.module, training.inner, every=given["every"], **options)
     job = ringdp.elastic.Job(rounds, training.inner)
-    before = 0
+    made = {}  # by step of the rounds; a newcomer has those of others before its own
+    before = counted = 0
     for _ in job.rounds(ROUNDS):
         training.step(training.module)
+        made[rounds.step] = training.made
         step = rounds.counted[0]
         if step > before:
-            if before or step == rounds.step:
-                training.count(min(step - before, rounds.step))
+            if step in made:
+                training.count(made[step] - counted)
+                counted = made[step]
             before = step
             with rounds.global_parameters():
                 training.save()

@@ -37,7 +37,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
                                       std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
                                       uint64_t flip_within, int full_mesh_ranks, const std::string& site,
                                       const std::string& dump_folder, int streams, const std::string& congestion,
-                                      int64_t heal_ms, bool tls) {
+                                      int64_t heal_ms, bool tls, const std::string& door) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -54,6 +54,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.links.shm_ring_bytes = shm_ring_bytes;
   rendezvous.links.checksums = checksums;
   if (tls) rendezvous.links.tls = make_tls_context({.mode = TlsMode::kSecret});
+  rendezvous.addresses.door.folder = door;
   rendezvous.links.full_mesh_ranks = full_mesh_ranks;
   rendezvous.waiting.check_interrupt = check_interrupt;
   auto bytes = std::as_bytes(std::span(secret.data(), secret.size()));
@@ -137,7 +138,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
            py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
            py::arg("streams") = kAutomaticStreams, py::arg("congestion") = std::string(kAutomaticCongestion),
-           py::arg("heal_ms") = 4000, py::arg("tls") = false,
+           py::arg("heal_ms") = 4000, py::arg("tls") = false, py::arg("door") = "",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())

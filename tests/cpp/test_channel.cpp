@@ -19,6 +19,7 @@
 #include "testing.h"
 #include "transport/poller.h"
 #include "transport/tcp.h"
+#include "transport/counted.h"
 #include "transport/tls.h"
 #include "transport/transport.h"
 
@@ -301,6 +302,11 @@ void over_every_transport(const std::function<void(const Transport& transport, E
   for (int streams : {1, kStreams})
     over(tcp_transport(), "TLS over " + std::to_string(streams) + " streams of ",
          [&] { return with_tls(connected_by_streams(streams)); });
+  over(tcp_transport(), "counted ", [] {
+    auto channels = connected_by_streams(1);
+    for (auto& it : channels) it = std::make_unique<CountedChannel>(std::move(it));
+    return ends_of(std::move(channels));
+  });
   if (failed) throw RequireFailed();
 }
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
-import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,9 @@ import numpy as np
 import pytest
 
 from ringdp.errors import DamagedDataError, PeerLostError, RingError
-from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, World, core
+from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, World
 from tests.fault.hosts import Outcome, RankServer, RankSpec
+from tests.fault.relay import Job
 
 # docs/reference/wire_format.md
 READY = 256  # what the ranks say between the handshake and the first frame: each its own, rank 0 that all are
@@ -95,111 +92,30 @@ class Stream:
             self.damage_at = self.flip.byte(self.left)
 
 
-@dataclass
-class Relay:
-    """In the middle of the connection from rank 1 to rank 0; `flips` by the rank that sends."""
+def met(size: int, flips: dict[int, Flip], *, checksums: bool = True) -> Job:
+    """`flips` by the rank that sends, 0 or 1."""
+    streams: dict[tuple[int, int], Stream] = {}
 
-    to: tuple[str, int]
-    flips: dict[int, Flip]
-    head_bytes: int = HEAD
-    sockets: list[socket.socket] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
+    def change(number: int, sender: int, _before: int, data: bytes) -> bytes:
+        skip = HELLO_AND_CONFIRM if sender == 1 else REPLY
+        new = Stream(skip, flips.get(sender), HEAD if checksums else HEADER)
+        return streams.setdefault((number, sender), new).passed(data)
 
-    def __post_init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.start(self.serve)
-
-    def start(self, target: Callable[..., None], *args: Any) -> None:
-        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self.threads[-1].start()
-
-    def serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self.listener.accept()
-                far = socket.create_connection(self.to)
-                self.sockets += [near, far]
-                self.start(self.pump, near, far, Stream(HELLO_AND_CONFIRM, self.flips.get(1), self.head_bytes))
-                self.start(self.pump, far, near, Stream(REPLY, self.flips.get(0), self.head_bytes))
-
-    def pump(self, source: socket.socket, sink: socket.socket, stream: Stream) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(stream.passed(data))
-            sink.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        for it in [self.listener, *self.sockets]:
-            it.close()
-        for thread in self.threads:
-            thread.join(10)
+    return Job(size, change, checksums=checksums)
 
 
-class Job:
-    """Ranks as threads over TCP, with a relay between ranks 0 and 1. `flips` by the rank that sends, 0 or 1."""
+def errors(ranks: Job, body: Callable[[int], Any]) -> list[tuple[RingError | None, float]]:
+    """What each rank's part ended with, and how long it took."""
 
-    def __init__(self, size: int, flips: dict[int, Flip], *, checksums: bool = True) -> None:
-        self.size = size
-        self.store = core.MemoryStore()
-        self.relay: Relay | None = None
-        self.flips, self.head_bytes = flips, HEAD if checksums else HEADER
-        self.pool = ThreadPoolExecutor(size)
-        self.runtimes = self.each(
-            lambda rank: core.Runtime(
-                core.CallbackStore(self.store.set, lambda key: self.find(rank, key)),
-                rank,
-                size,
-                transport="tcp",
-                checksums=checksums,
-            )
-        )
+    def one(rank: int) -> tuple[RingError | None, float]:
+        start = time.monotonic()
+        try:
+            body(rank)
+        except RingError as error:
+            return error, time.monotonic() - start
+        return None, time.monotonic() - start
 
-    def find(self, rank: int, key: str) -> str | None:
-        found: str | None = self.store.get(key, timeout_ms=0)
-        if found is None or rank != 1 or key != "at/0":
-            return found
-        ip, port = re.search(r"addresses=([\d.]+):(\d+)", found).groups()  # type: ignore[union-attr]
-        if self.relay is None:
-            self.relay = Relay((ip, int(port)), self.flips, self.head_bytes)
-        return f"addresses=127.0.0.1:{self.relay.listener.getsockname()[1]}\n"
-
-    def each(self, body: Callable[[int], Any]) -> list[Any]:
-        return list(self.pool.map(body, range(self.size)))
-
-    def group(self, rank: int, table: Any = ALWAYS_SMALL, name: str = "all") -> Any:
-        return core.Group(self.runtimes[rank], name, list(range(self.size)), table=dict(table), timeout_ms=20_000)
-
-    def groups(self, table: Any = ALWAYS_SMALL, name: str = "all") -> list[Any]:
-        return [self.group(rank, table, name) for rank in range(self.size)]
-
-    def errors(self, body: Callable[[int], Any]) -> list[tuple[RingError | None, float]]:
-        """What each rank's part ended with, and how long it took."""
-
-        def one(rank: int) -> tuple[RingError | None, float]:
-            start = time.monotonic()
-            try:
-                body(rank)
-            except RingError as error:
-                return error, time.monotonic() - start
-            return None, time.monotonic() - start
-
-        return self.each(one)
-
-    def close(self) -> None:
-        self.each(lambda rank: self.runtimes[rank].shut_down())
-        self.pool.shutdown()
-        if self.relay is not None:
-            self.relay.close()
-
-
-@contextlib.contextmanager
-def met(size: int, flips: dict[int, Flip], *, checksums: bool = True) -> Iterator[Job]:
-    made = Job(size, flips, checksums=checksums)
-    try:
-        yield made
-    finally:
-        made.close()
+    return ranks.each(one)
 
 
 def expect_named(error: RingError | None, *, rank: int, sender: int, receiver: int) -> None:
@@ -253,14 +169,14 @@ def test_a_bit_of_a_data_frame(size: int, place: str) -> None:
     flip = Flip(DATA, PLACES[place], bit=len(place) % 8, at_least=1, after=4)
     with met(size, {0: flip}) as ranks:
         groups = ranks.groups(NEVER_SMALL)
-        outcomes = ranks.errors(lambda rank: reduce_until_it_fails(groups[rank], 200_000))
+        outcomes = errors(ranks, lambda rank: reduce_until_it_fails(groups[rank], 200_000))
         assert flip.done
         for rank, (error, seconds) in enumerate(outcomes):
             expect_named(error, rank=rank, sender=0, receiver=1)
             assert seconds < SOON_S
         # The group stays failed; another one of these ranks says the same at once, one without that pair works.
         again = ranks.groups(name="again")
-        for rank, (error, seconds) in enumerate(ranks.errors(lambda rank: again[rank].barrier().wait())):
+        for rank, (error, seconds) in enumerate(errors(ranks, lambda rank: again[rank].barrier().wait())):
             assert seconds < SOON_S, rank
             if rank >= 2 and error is None:
                 continue  # all others had told it that they are there before ranks 0 and 1 heard of each other
@@ -314,7 +230,7 @@ def test_a_bit_of_a_frame_of_flow_control(what: str, place: str) -> None:
     kind, sender, body = CONTROL[what]
     flip = Flip(kind, PLACES[place], bit=1)
     with met(2, {sender: flip}) as ranks:
-        outcomes = ranks.errors(lambda rank: body(ranks, rank))
+        outcomes = errors(ranks, lambda rank: body(ranks, rank))
         assert flip.done
         for rank, (error, seconds) in enumerate(outcomes):
             expect_named(error, rank=rank, sender=sender, receiver=1 - sender)
@@ -328,12 +244,12 @@ def test_a_bit_of_a_question_or_its_answer(kind: int, place: str) -> None:
     sender = 0 if kind == PING else 1
     with met(2, {sender: flip}) as ranks:
         groups = ranks.groups()
-        outcomes = ranks.errors(lambda rank: groups[0].barrier().wait() if rank == 0 else None)
+        outcomes = errors(ranks, lambda rank: groups[0].barrier().wait() if rank == 0 else None)
         assert flip.done
         expect_named(outcomes[0][0], rank=0, sender=sender, receiver=1 - sender)
         assert outcomes[0][1] < SOON_S
         # What rank 0 sent for its call came as it was, so the same call may end well on rank 1; the next does not.
-        (_, _), (error, _) = ranks.errors(lambda rank: [groups[1].barrier().wait() for _ in range(2 * rank)])
+        (_, _), (error, _) = errors(ranks, lambda rank: [groups[1].barrier().wait() for _ in range(2 * rank)])
         expect_named(error, rank=1, sender=sender, receiver=1 - sender)
 
 
@@ -355,7 +271,7 @@ def test_a_bit_of_a_last_word(kind: int, place: str) -> None:
                 groups[0].all_reduce(np.ones(100_000, np.float32), "float32")  # in flight, so the others are told
                 groups[0].close()
 
-        (_, _), (error, seconds) = ranks.errors(body)
+        (_, _), (error, seconds) = errors(ranks, body)
         assert flip.done
         expect_named(error, rank=1, sender=0, receiver=1)
         assert seconds < SOON_S

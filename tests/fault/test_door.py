@@ -16,6 +16,7 @@ import pytest
 
 from tests.fault.hosts import Lab, run, why_not
 from tests.fault.launch_jobs import ROOT, Job, script, unbroken, wait_until
+from tests.fault.relay import Relay
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 DOOR = 29600
@@ -286,7 +287,8 @@ def test_who_is_not_let_in_is_told_why(tmp_path: Path) -> None:
     wait_until(lambda: "the door is at port" in head.err, "the door")
     [port] = re.findall(r"the door is at port (\d+)", head.err)
     stranger = start("stranger", "cd", "--join", f"127.0.0.1:{port}")
-    assert stranger.wait() == 1
+    assert stranger.wait(40) == 1
+    assert "waits for the door at 127.0.0.1" in stranger.err
     assert f"127.0.0.1:{port} does not let this host in: it closed the connection. Is it the port" in stranger.err
     wanting = start("wanting", "ab", "--join", f"127.0.0.1:{port}", "--node-rank", "0")
     assert wanting.wait() == 1
@@ -300,3 +302,28 @@ def test_who_is_not_let_in_is_told_why(tmp_path: Path) -> None:
     nobody = start("nobody", "ab", "--join", f"127.0.0.1:{port}", "--rdzv-timeout", "2")
     assert nobody.wait() == 1
     assert re.search(rf"nobody opens the door at 127.0.0.1:{port}: .*Connection refused", nobody.err)
+
+
+def test_a_forwarder_that_closes_connections_is_waited_for(tmp_path: Path) -> None:
+    """It accepts before the door is open, as a load balancer does, and `ssh -L`."""
+    (tmp_path / "secret").write_text("ab" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    program = script(tmp_path, "import ringdp; ringdp.init(device='cpu'); print('met', ringdp.world_size())")
+
+    def start(name: str, *words: str) -> Job:
+        (folder := tmp_path / name).mkdir()
+        return Job(folder, *words, "--secret-file", tmp_path / "secret", "-n", "1", program)
+
+    forwarder = Relay(None)
+    try:
+        second = start("second", "--join", f"127.0.0.1:{forwarder.port}")
+        wait_until(lambda: "waits for the door" in second.err, "a notice")
+        assert "it closed the connection. Is it the port of --door" in second.err
+        head = start("head", "--door", "0", "--nnodes", "2")
+        wait_until(lambda: "the door is at port" in head.err, "the door")
+        [port] = re.findall(r"the door is at port (\d+)", head.err)
+        forwarder.to = ("127.0.0.1", int(port))
+        assert [head.wait(60), second.wait(60)] == [0, 0], (head.err, second.err)
+    finally:
+        forwarder.close()
+    assert "met 2" in head.out

@@ -3,15 +3,11 @@ cannot have it, or have other certificates."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import ringdp
 from ringdp.config import RingConfig, variables
 from ringdp.errors import PeerLostError, RingError, SystemResourceError
-from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL, core
+from tests.contract.core_ranks import ALWAYS_SMALL, NEVER_SMALL
 from tests.fault import elastic_jobs
 from tests.fault.elastic_jobs import Told
 from tests.fault.elastic_join_jobs import Jobs
 from tests.fault.elastic_oracle import compare
 from tests.fault.faults import Faults
 from tests.fault.hosts import Outcome, RankServer, RankSpec
+from tests.fault.relay import Change, Job, nothing
 from tests.fault.test_elastic_join import one_comes_and_one_leaves
 from tests.helpers import need_command
 
@@ -38,107 +35,9 @@ SET_UP = 1024  # bytes of a connection, after which it carries frames or TLS's r
 SOON_S = 8.0
 WORDS = b"what nobody else may read"
 
-Change = Callable[[int, int, int, bytes], bytes | None]
-"""Of bytes that go by: the connection's number, who has sent them (1 or 0), how many before; None cuts."""
 
-
-class Relay:
-    """In the middle of the connections from rank 1 to rank 0."""
-
-    def __init__(self, to: tuple[str, int], change: Change) -> None:
-        self.to, self.change = to, change
-        self.connections = 0
-        self.seen = {0: bytearray(), 1: bytearray()}
-        self.sockets: list[socket.socket] = []
-        self.threads: list[threading.Thread] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.start(self.serve)
-
-    def start(self, target: Callable[..., None], *args: Any) -> None:
-        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self.threads[-1].start()
-
-    def serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self.listener.accept()
-                far = socket.create_connection(self.to)
-                self.sockets += [near, far]
-                for sender, source, sink in ((1, near, far), (0, far, near)):
-                    self.start(self.pump, self.connections, sender, source, sink)
-                self.connections += 1
-
-    def pump(self, number: int, sender: int, source: socket.socket, sink: socket.socket) -> None:
-        before = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.seen[sender] += data
-                changed = self.change(number, sender, before, data)
-                before += len(data)
-                if changed is None:
-                    for it in (source, sink):
-                        it.shutdown(socket.SHUT_RDWR)
-                    return
-                sink.sendall(changed)
-            sink.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        for it in [self.listener, *self.sockets]:
-            it.close()
-        for thread in self.threads:
-            thread.join(10)
-
-
-class Job:
-    """Ranks as threads over TCP, with a relay between ranks 0 and 1."""
-
-    def __init__(self, size: int, change: Change, **options: Any) -> None:
-        self.size, self.change = size, change
-        self.store = core.MemoryStore()
-        self.relay: Relay | None = None
-        self.pool = ThreadPoolExecutor(size)
-        options = {"transport": "tcp", "secret": SECRET, "tls": True, **options}
-        self.runtimes = self.each(
-            lambda rank: core.Runtime(
-                core.CallbackStore(self.store.set, lambda key: self.find(rank, key)), rank, size, **options
-            )
-        )
-
-    def find(self, rank: int, key: str) -> str | None:
-        found: str | None = self.store.get(key, timeout_ms=0)
-        if found is None or rank != 1 or key != "at/0":
-            return found
-        ip, port = re.search(r"addresses=([\d.]+):(\d+)", found).groups()  # type: ignore[union-attr]
-        if self.relay is None:
-            self.relay = Relay((ip, int(port)), self.change)
-        return f"addresses=127.0.0.1:{self.relay.listener.getsockname()[1]}\n"
-
-    def each(self, body: Callable[[int], Any]) -> list[Any]:
-        return list(self.pool.map(body, range(self.size)))
-
-    def groups(self, table: Any = NEVER_SMALL) -> list[Any]:
-        members = list(range(self.size))
-        return [core.Group(it, "all", members, table=dict(table), timeout_ms=20_000) for it in self.runtimes]
-
-    def close(self) -> None:
-        self.each(lambda rank: self.runtimes[rank].shut_down())
-        self.pool.shutdown()
-        if self.relay is not None:
-            self.relay.close()
-
-
-def nothing(_number: int, _sender: int, _before: int, data: bytes) -> bytes:
-    return data
-
-
-@contextlib.contextmanager
-def met(size: int, change: Change = nothing, **options: Any) -> Iterator[Job]:
-    made = Job(size, change, **options)
-    try:
-        yield made
-    finally:
-        made.close()
+def met(size: int, change: Change = nothing, **options: Any) -> Job:
+    return Job(size, change, **{"secret": SECRET, "tls": True, **options})
 
 
 def numbers(rank: int, count: int, step: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -177,7 +76,7 @@ def test_the_bits_are_those_of_a_job_without_it(size: int, streams: int) -> None
 @pytest.mark.parametrize("tls", [False, True])
 def test_nothing_can_be_read_on_the_wire(tls: bool) -> None:
     with met(2, tls=tls) as ranks:
-        groups = ranks.groups()
+        groups = ranks.groups(NEVER_SMALL)
 
         def send(rank: int) -> None:
             data = np.frombuffer(WORDS * 40_000 if rank == 0 else bytes(len(WORDS) * 40_000), np.uint8).copy()
@@ -232,11 +131,44 @@ def test_a_change_on_the_way_is_found_and_the_job_goes_on(what: str, at: int, se
         assert told == sums(ranks, NEVER_SMALL, 200_003, 12)
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.parametrize("at", [SET_UP, 5_000_000])
+@pytest.mark.parametrize("protection", ["TLS", "a door"])
+def test_what_a_host_on_the_way_had_acknowledged_is_sent_again(
+    protection: str, at: int, sender: int, tmp_path: Path
+) -> None:
+    """The relay's host takes what it can before it is cut; a door's launchers do the same, without TLS too."""
+    cut = Once("cut", at, sender, connections=1)
+
+    def change(number: int, who: int, before: int, data: bytes) -> bytes | None:
+        if before + len(data) > at and who == sender and not cut.done:
+            time.sleep(0.3)
+        return cut(number, who, before, data)
+
+    options: dict[str, Any] = {"tls": True} if protection == "TLS" else {"tls": False, "door": str(tmp_path)}
+    with met(2, change, **options) as ranks:
+        groups, messages = ranks.groups(NEVER_SMALL), [numbers(sender, 100_000, step) for step in range(40)]
+
+        def one(rank: int) -> list[bytes]:
+            if rank == sender:
+                works = [groups[rank].send(it, "float32", 1 - sender) for it in messages]
+                got = []
+            else:
+                got = [np.zeros(100_000, np.float32) for _ in messages]
+                works = [groups[rank].receive(it, "float32", sender) for it in got]
+            for work in works:
+                work.wait()
+            return [it.tobytes() for it in got]
+
+        assert ranks.each(one)[1 - sender] == [it.tobytes() for it in messages]
+        assert cut.done
+
+
 @pytest.mark.parametrize("at", [SET_UP, 100_000])
 def test_changes_without_end_name_the_peer_and_say_tls(at: int) -> None:
     change = Once("flip", at, 0, connections=1 << 30)
     with met(2, change, heal_ms=500) as ranks:
-        groups = ranks.groups()
+        groups = ranks.groups(NEVER_SMALL)
         begin = time.monotonic()
 
         def one(rank: int) -> RingError | None:

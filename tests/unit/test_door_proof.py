@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
+import logging
 import os
 import socket
 import threading
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringdp import __version__
 from ringdp.config import RingConfig
 from ringdp.launcher.door import proof
 from ringdp.launcher.door.gate import Gate
@@ -277,6 +280,51 @@ def test_ranks_of_two_hosts_talk_through_the_door(door: Door, tls: bool) -> None
             stranger.accept()
     for gate in gates:
         gate.close()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=5), one, max_size=3),
+    max_leaves=8,
+)
+SAID = st.dictionaries(st.sampled_from(["wants", "node", "id", "host", "version"]), JSON).map(
+    lambda it: json.dumps({"version": __version__, **it})
+)
+
+
+@given(st.lists(SAID.map(str.encode) | st.binary(max_size=40) | st.just(b"x" * 5000), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_launcher_says_ends_its_connection_at_worst(lines: list[bytes]) -> None:
+    """Its secret is right; its version, or somebody in the middle without TLS, is not. No host that wants none of the
+    first numbers may get one, and what it has said is no error of the door."""
+    wrong: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = wrong.append  # type: ignore[method-assign]
+    log = logging.getLogger("ringdp.launch")
+    log.addHandler(handler)
+    about = About(here=0, nodes=2, run_id="x", elastic=False, max_restarts=0)
+    door = Door(0, trust(), about, lambda line: None)
+
+    async def tell(connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, ("127.0.0.1", door.port))
+        await proof.ask(connection, trust(), proof.Kind.REGISTER)
+        await loop.sock_sendall(connection, b"\n".join(lines) + b"\n")
+        connection.shutdown(socket.SHUT_WR)
+        while await asyncio.wait_for(loop.sock_recv(connection, 1 << 16), 5):
+            pass
+
+    try:
+        for _ in range(2):  # the second time, the first one's number is free again or taken
+            with socket.socket() as connection, contextlib.suppress(ConnectionError):
+                connection.setblocking(False)
+                asyncio.run(tell(connection))
+        with contextlib.suppress(RefusedError):  # the number is taken
+            assert enter(door, tls=False) == 1
+    finally:
+        door.close()
+        log.removeHandler(handler)
+    assert wrong == []
 
 
 def test_a_launcher_without_tls_is_told_that_the_job_has_it() -> None:

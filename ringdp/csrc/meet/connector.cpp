@@ -12,7 +12,7 @@ HandshakeSelf self_of(const HandshakeFields& mine, std::vector<std::byte> secret
                       bool turns) {
   HandshakeSelf self{
       .mine = mine, .secret = std::move(secret), .patience = {.padding_ms = padding_patience_ms()}, .turns = turns};
-  self.mine.tls = tls_mode_of(tls.get());
+  self.mine.tls = tls ? tls_mode_of(tls.get()) : turns ? TlsMode::kCounted : TlsMode::kPlain;
   self.tls = std::move(tls);
   random_bytes(self.instance);
   return self;

@@ -103,7 +103,11 @@ class HandshakeAttempt {
   int fd() const { return socket_.fd(); }
   PeerSocket take_socket(const HandshakeSelf& self) {
     stage_ = Stage::kDone;
-    return {socket_.take(), {.tls = self.tls, .key = socket_.key(self.secret), .dialled = facts_.dialled}};
+    return {socket_.take(),
+            {.tls = self.tls,
+             .key = socket_.key(self.secret),
+             .dialled = facts_.dialled,
+             .counted = self.mine.tls == TlsMode::kCounted}};
   }
   Stage stage() const { return stage_; }
   bool over() const { return stage_ == Stage::kDone || stage_ == Stage::kClosed; }

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/counted.h"
+#include "transport/tls.h"
 #include "transport/transport.h"
 
 #define RINGDP_TRANSPORTS(X) \
@@ -42,7 +44,9 @@ std::string_view transport_setting(const Transport* named) { return named != nul
 std::unique_ptr<Channel> open_channel(const Transport& transport, PeerSocket first, std::vector<Fd> more) {
   more.insert(more.begin(), std::move(first.fd));
   std::unique_ptr<Channel> channel = transport.open(std::move(more));
-  return first.protection.tls ? make_tls_channel(std::move(channel), first.protection) : std::move(channel);
+  if (first.protection.tls) return make_tls_channel(std::move(channel), first.protection);
+  if (first.protection.counted) return std::make_unique<CountedChannel>(std::move(channel));
+  return channel;
 }
 
 TransportChoice choose_transport(const Transport* mine, const Transport* theirs, bool same_host, Transports from) {

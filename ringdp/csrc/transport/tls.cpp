@@ -18,6 +18,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "transport/counted.h"
 #include "transport/openssl.h"
 #include "transport/stripe_lane.h"
 
@@ -49,10 +50,8 @@ constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";
 constexpr std::array<unsigned char, 2> kCipherNumber{0x13, 0x01};
 constexpr std::string_view kIdentity = "ringdp";
 constexpr std::string_view kExporter = "EXPORTER-ringdp";
-constexpr std::size_t kHeadBytes = 12;
 constexpr std::size_t kRecordBytes = 16 * 1024;  // RFC 8446, section 5.1
-constexpr std::size_t kBatchBytes = 128 * 1024;  // of a message, and of what one system call reads
-constexpr uint64_t kTellBytes = 128 * 1024;      // received, after which an own record tells the peer
+constexpr std::size_t kBatchBytes = 128 * 1024;  // of a call of `send`, and of what one system call reads
 constexpr int kOwnData = 0;                      // SSL_get_app_data
 
 std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
@@ -92,7 +91,6 @@ class TlsChannel final : public Channel, private NetworkPath {
     batch_bytes_ = std::clamp(bytes, kRecordBytes, kBatchBytes);
     below().limit_unsent(bytes);
   }
-  std::size_t undelivered() override { return static_cast<std::size_t>(sent_ - arrived_); }
   void add_stream(Fd socket) override { below().add_stream(std::move(socket)); }
   void watch_host(int64_t silence_ms) override { below().watch_host(silence_ms); }
   int64_t host_silence_ms() override { return below().host_silence_ms(); }
@@ -115,9 +113,7 @@ class TlsChannel final : public Channel, private NetworkPath {
   void note(int result);
   void fail(const std::string& what, int error_number = EBADMSG);
   Digest proof(bool of_dialler);
-  void write_message(PieceCursor& from);
-  bool read_head();
-  void tell();
+  void write_records(PieceCursor& from);
   void flush();
   void want_room(bool wanted);
   void note_more();
@@ -139,19 +135,12 @@ class TlsChannel final : public Channel, private NetworkPath {
   bool starved_ = false;  // OpenSSL has used all bytes that have come
   Digest theirs_{};       // the peer's proof
   std::size_t theirs_filled_ = 0;
-  std::array<std::byte, kHeadBytes> head_{};  // of the message that is read
-  std::size_t head_filled_ = 0;
-  std::size_t payload_left_ = 0;
-  uint64_t received_ = 0;  // bytes of payload
-  uint64_t told_ = 0;      // of those, this side has told the peer
 
   std::vector<std::byte> out_;  // ciphertext
   std::size_t out_sent_ = 0;
   std::vector<std::byte> record_;
   std::vector<iovec> parts_;
   std::size_t batch_bytes_ = kBatchBytes;
-  uint64_t sent_ = 0;     // bytes of payload
-  uint64_t arrived_ = 0;  // of those, the peer has told
   uint64_t records_ = 0;
   IoStatus last_sent_ = IoStatus::kOk;  // of `flush`
   int send_error_ = 0;
@@ -265,6 +254,8 @@ std::string tls_mode_text(TlsMode mode) {
       return "TLS with the job's secret";
     case TlsMode::kCertificates:
       return "TLS with certificates";
+    case TlsMode::kCounted:
+      return "no TLS, and a door";
     case TlsMode::kPlain:
       break;
   }
@@ -445,52 +436,26 @@ bool TlsChannel::proceed() {
   return stage_ == Stage::kOpen;
 }
 
-// The first record has the head too, and small pieces; full ones are taken where they lie.
-void TlsChannel::write_message(PieceCursor& from) {
+// Small pieces share a record; a full one is taken where it lies.
+void TlsChannel::write_records(PieceCursor& from) {
   std::size_t left = std::min(from.left(), batch_bytes_);
-  record_.resize(kHeadBytes);
-  put(record_.data(), received_);
-  put(record_.data() + 8, static_cast<uint32_t>(left));
-  sent_ += left;
-  told_ = received_;
-  do {
-    const std::size_t count = std::min(left, kRecordBytes - record_.size());
+  while (left > 0) {
+    const std::size_t count = std::min(left, kRecordBytes);
     parts_.clear();
     from.list(count, parts_);
-    if (record_.empty() && parts_.size() == 1) {
+    if (parts_.size() == 1) {
       write({static_cast<const std::byte*>(parts_.front().iov_base), count});
     } else {
+      record_.clear();
       for (const iovec& it : parts_) {
         const auto* bytes = static_cast<const std::byte*>(it.iov_base);
         record_.insert(record_.end(), bytes, bytes + it.iov_len);
       }
       write(record_);
-      record_.clear();
     }
     from.skip(count);
     left -= count;
-  } while (left > 0);
-}
-
-// The peer may wait for nothing, but keeps what may have to be sent again.
-void TlsChannel::tell() {
-  if (stage_ != Stage::kOpen || closing_ || !out_.empty() || received_ - told_ < kTellBytes) return;
-  PieceCursor nothing({});
-  write_message(nothing);
-  flush();
-}
-
-bool TlsChannel::read_head() {
-  const auto got = read(std::span(head_).subspan(head_filled_));
-  if (!got) return false;
-  head_filled_ += *got;
-  if (head_filled_ < head_.size()) return true;
-  head_filled_ = 0;
-  const auto arrived = ringdp::take<uint64_t>(head_.data());
-  payload_left_ = ringdp::take<uint32_t>(head_.data() + 8);
-  if (arrived < arrived_ || arrived > sent_ || payload_left_ > kBatchBytes) fail("TLS: a record that no rank sends");
-  arrived_ = std::max(arrived_, std::min(arrived, sent_));
-  return stage_ == Stage::kOpen;
+  }
 }
 
 void TlsChannel::flush() {
@@ -544,7 +509,7 @@ IoResult TlsChannel::send(std::span<const iovec> pieces) {
   if (last_sent_ != IoStatus::kOk) return {last_sent_, 0, 0};
   if (stage_ != Stage::kOpen || closing_) return {IoStatus::kWouldBlock, 0, 0};
   PieceCursor from(pieces);
-  if (from.left() > 0) write_message(from);
+  write_records(from);
   flush();
   return {IoStatus::kOk, from.done(), 0};
 }
@@ -554,19 +519,12 @@ IoResult TlsChannel::receive(std::span<const iovec> pieces) {
   PieceCursor to(pieces);
   starved_ = false;
   while (to.left() > 0 && !ended_ && proceed()) {
-    if (payload_left_ == 0) {
-      if (!read_head()) break;
-      continue;
-    }
     parts_.clear();
-    to.list(payload_left_, parts_);
+    to.list(to.left(), parts_);
     const auto got = read({static_cast<std::byte*>(parts_.front().iov_base), parts_.front().iov_len});
     if (!got) break;
     to.skip(*got);
-    payload_left_ -= *got;
-    received_ += *got;
   }
-  tell();
   flush();
   note_more();
   if (to.done() > 0) return {IoStatus::kOk, to.done(), 0};
@@ -578,7 +536,7 @@ IoResult TlsChannel::receive(std::span<const iovec> pieces) {
 
 std::unique_ptr<Channel> make_tls_channel(std::unique_ptr<Channel> inner, const Protection& protection,
                                           uint64_t records_per_key) {
-  return std::make_unique<TlsChannel>(std::move(inner), protection, records_per_key);
+  return std::make_unique<CountedChannel>(std::make_unique<TlsChannel>(std::move(inner), protection, records_per_key));
 }
 
 }  // namespace ringdp

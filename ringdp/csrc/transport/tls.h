@@ -4,10 +4,8 @@
 // by whatever makes connections, and by their channels.
 //
 // A TlsChannel is a Channel over a Channel: it encrypts what goes through, and ends broken when a byte is not as the
-// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. Each message
-// carries up to 128 KiB, with a header that says how much this side has received (docs/reference/wire_format.md), so
-// that after a damaged record both know what must be sent again: the kernel's acknowledgements do not tell. Used as any
-// channel.
+// peer sent it. Its handshake is made by its first calls of `send` and `receive`; it waits for nobody. A CountedChannel
+// is above it: after a damaged record both ends know what must be sent again. Used as any channel.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +20,8 @@
 
 namespace ringdp {
 
-enum class TlsMode : uint8_t { kPlain = 0, kSecret = 1, kCertificates = 2 };
+// kCounted: no TLS; a CountedChannel alone, where the job has a door.
+enum class TlsMode : uint8_t { kPlain = 0, kSecret = 1, kCertificates = 2, kCounted = 3 };
 
 struct TlsSettings {
   TlsMode mode = TlsMode::kPlain;
@@ -47,9 +46,10 @@ std::string openssl_version(const std::string& library = {});  // throws as make
 
 // How one end of a connection protects what goes over it.
 struct Protection {
-  std::shared_ptr<const TlsContext> tls = {};  // null: its bytes go as they are
+  std::shared_ptr<const TlsContext> tls = {};  // null: its bytes can be read
   Digest key{};          // of this connection alone, the same at both ends: from the job's secret and the handshake
   bool dialled = false;  // by this side, which is TLS's client
+  bool counted = false;  // without TLS
 };
 
 // The first connection of a pair, after its handshake. Owns the descriptor.

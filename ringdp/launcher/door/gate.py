@@ -25,6 +25,8 @@ _AGAIN_S = 1.0
 _REGISTER_S = 2.0
 """For a connection and the answer, after which it is made again: what does not answer may be no door."""
 _CLOSED_TIMES, _CLOSED_PAUSE_S = 5, 0.2
+_CLOSED_S = 20.0
+"""For a forwarder on the way, which accepts before the door is open and then closes the connection."""
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 3.0, 10.0
 _log = logging.getLogger("ringdp.launch")
 
@@ -67,7 +69,7 @@ class Gate:
         """
         host, port = self._where
         began_s, notice_s = time.monotonic(), _FIRST_NOTICE_S
-        closed = 0
+        closed, closed_s = 0, math.inf
         while True:
             try:
                 about, node = self._loop.run(self._register())
@@ -79,16 +81,16 @@ class Gate:
                 if isinstance(error, (asyncio.TimeoutError, ConnectionResetError)) and is_another():
                     raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
             except proof.NotProvenError as error:
-                closed += 1
-                why = str(error)
+                closed, closed_s = closed + 1, min(closed_s, time.monotonic())
+                why = f"{error}. Is it the port of --door, and --secret-file the file of the job's first launcher?"
                 if closed < _CLOSED_TIMES:  # among many strangers one of the job may be closed
                     time.sleep(_CLOSED_PAUSE_S)
                     continue
-                raise proof.RefusedError(
-                    f"{host}:{port} does not let this host in: {error}. Is it the port of --door, and --secret-file the"
-                    " file of the job's first launcher?",
-                    no_door=is_another(),
-                ) from error
+                no_door = closed == _CLOSED_TIMES and is_another()
+                if no_door or time.monotonic() - closed_s > _CLOSED_S:
+                    raise proof.RefusedError(
+                        f"{host}:{port} does not let this host in: {why}", no_door=no_door
+                    ) from error
             waited_s = time.monotonic() - began_s
             if waited_s > timeout_s:
                 raise proof.RefusedError(f"nobody opens the door at {host}:{port}: {why}; --rdzv-timeout waits longer")

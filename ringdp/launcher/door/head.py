@@ -169,7 +169,8 @@ class Door:
         known = said.get("node")
         if known is not None:  # its connection has ended
             mine = self._ids.get(known) if isinstance(known, int) else None
-            return (known, "") if mine == said.get("id") else (None, "another host has its number by now")
+            its = mine is not None and mine == said.get("id")
+            return (known, "") if its else (None, "another host has its number by now")
         wanted = said.get("wants")
         if not self._begun.is_set() and wanted is not None and wanted not in self._missing:
             return None, f"it wants to be node {wanted} (--node-rank), which is another host, or none of the job's"
