@@ -54,17 +54,22 @@ class Relay:
 
     def pump(self, number: int, sender: int, source: socket.socket, sink: socket.socket) -> None:
         before = 0
-        with contextlib.suppress(OSError):
+        try:
             while data := source.recv(1 << 16):
                 self.seen[sender] += data
                 changed = self.change(number, sender, before, data)
                 before += len(data)
                 if changed is None:
-                    for it in (source, sink):
-                        it.shutdown(socket.SHUT_RDWR)
-                    return
+                    break
                 sink.sendall(changed)
-            sink.shutdown(socket.SHUT_WR)
+            else:
+                sink.shutdown(socket.SHUT_WR)
+                return
+        except OSError:  # an end that breaks ends the other one
+            pass
+        for it in (source, sink):
+            with contextlib.suppress(OSError):
+                it.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
