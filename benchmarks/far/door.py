@@ -9,12 +9,14 @@ hosts' lines, and the CPU time is that of the launcher with the door, for each s
 beginning of the launcher with the door to the last rank's return from ringdp.init(), and those of them that are left
 when the last rank has called it: before that, each host imports torch twice. Of strangers: a third host connects to the
 door in every other second (silent ones, nonsense, replayed handshakes, slow ones), on a core of its own, while two
-hosts train on another one; steps of these seconds are compared with those of the seconds between.
+hosts train on another one; steps of these seconds are compared with those of the seconds between. The door shares the
+ranks' core, or with --idle-core may use both.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -46,6 +48,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, metavar="HOSTS", help="measure the start of so many hosts")
     parser.add_argument("--delay", type=parse_time, default=0.025, help="of a start: from one host to another (25ms)")
     parser.add_argument("--strangers", type=int, default=0, metavar="N", help="measure a job beside N connections")
+    parser.add_argument(
+        "--idle-core", action="store_true", help="of --strangers: the ranks leave the door's host a core"
+    )
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args(argv)
     try:
@@ -113,16 +118,19 @@ def strangers(args: argparse.Namespace) -> dict[str, Any]:
         environ = os.environ | hosts.host_env(2) | {"PYTHONPATH": str(ROOT)}
         with open(Path(folder, "out"), "w+") as out:
             crowd = subprocess.Popen(hosts.command(2, command), env=environ, stdout=out)
+            place = ["taskset", "-c", f"{core},{other}" if args.idle_core else str(core)]
             try:
-                [found] = launch(hosts, args, ["beside", str(seconds)], 2, ["taskset", "-c", str(core)], secret)
+                [found] = launch(hosts, args, ["beside", str(seconds), str(core)], 2, place, secret)
             finally:
-                crowd.terminate()
-                crowd.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it has begun before the job, and ends after it
+                    crowd.wait(2 * START_S)
+                crowd.kill()
             out.seek(0)
-            found |= json.loads(out.read() or "{}")
+            found |= json.loads(out.read())
     print(
-        f"{found['connections']} connections of strangers in {seconds // 2} s of {seconds}, {found['refused']} of them"
-        f" refused by the kernel: steps took {found['beside_s'] * 1e3:.2f} ms beside them, else"
+        f"{args.strangers} connections of strangers, {door_rank.STRANGERS_PER_S} in every other second"
+        f" ({found['refused']} of {found['connections']} in all were refused by the kernel): steps took"
+        f" {found['beside_s'] * 1e3:.2f} ms beside them, else"
         f" {found['alone_s'] * 1e3:.2f} ms: {found['beside_s'] / found['alone_s']:.3f} (by pairs of seconds"
         f" {found['least']:.3f} to {found['most']:.3f}); the launcher with the door used {found['door_cores']:.2f} of a"
         f" core beside them, else {found['door_cores_alone']:.2f}"

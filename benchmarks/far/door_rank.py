@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -39,16 +38,13 @@ def strangers(where: str, secret: str, seconds: float) -> None:
         secret: of the job, for a hello that is authentic, as one that was overheard.
     """
     host, _, port = where.rpartition(":")
-    hello = ringdp._C.seal_door_message(bytes.fromhex(secret), b"", 1, 1 << 48, 0)
+    from ringdp import _C
+
+    hello = _C.seal_door_message(bytes.fromhex(secret), b"", 1, 1 << 48, 0)
     made = refused = 0
     held: collections.deque[socket.socket] = collections.deque()
     end = time.time() + seconds
 
-    def say(*_: object) -> None:
-        print(json.dumps({"connections": made, "refused": refused}), flush=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, say)
     while time.time() < end:
         if not is_beside(time.time()):
             time.sleep(0.005)
@@ -68,15 +64,16 @@ def strangers(where: str, secret: str, seconds: float) -> None:
         except OSError:
             refused += 1
         time.sleep(max(0.0, 1 / STRANGERS_PER_S - (time.monotonic() - began)))
-    say()
+    print(json.dumps({"connections": made, "refused": refused}), flush=True)
 
 
 def is_beside(now: float) -> bool:
     return int(now) % 2 == 1
 
 
-def beside(seconds: float) -> None:
+def beside(seconds: float, core: int) -> None:
     """Steps of a training, in seconds with strangers and without: rank 0 says what they took."""
+    os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     net = ringdp.RingDP(torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -124,6 +121,7 @@ def main() -> None:
     mode, *words = sys.argv[1:]
     if mode == "strangers":
         strangers(words[0], words[1], float(words[2]))
+        return
     began_s = time.time()
     ringdp.init(device="cpu")
     if mode == "start":
@@ -131,7 +129,7 @@ def main() -> None:
         dist.barrier()
         return
     if mode == "beside":
-        beside(float(words[0]))
+        beside(float(words[0]), int(words[1]))
         return
     piece = torch.ones(16 << 18)
     pieces = max(1, int(words[0]) * 1_000_000 // piece.nbytes)

@@ -112,6 +112,17 @@ CASE("what advances is not held up: acknowledged bytes, a smaller packet, an emp
   }
 }
 
+CASE("a reset after a while in which this process did not look says nothing of what was under way before") {
+  for (bool looked : {true, false}) {
+    Connection it;
+    it.step();
+    for (int i = 0; i < 9; ++i) looked ? it.step() : it.pass(500);
+    it.health.note_reset(it.now());
+    CHECK(looked == (it.held_up_ms() >= 4000));
+    if (!looked) CHECK_EQ(it.held_up_ms(), int64_t{0});
+  }
+}
+
 CASE("a host that answered and then is gone is silent, not held up") {
   Connection it;
   for (int i = 0; i < 4; ++i) {

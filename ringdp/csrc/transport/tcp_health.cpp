@@ -97,6 +97,11 @@ void TcpHealth::answered_elsewhere(Clock::time_point now) {
   note_answer(now);
 }
 
+void TcpHealth::note_reset(Clock::time_point now) {
+  if (!reset_ && now - looked_at_ > kAbsence) held_up_since_ = now;  // what was under way then may have arrived since
+  reset_ = true;
+}
+
 void TcpHealth::note_answer(Clock::time_point now) {
   if (!answers_) sent_again_before_ = sent_again_;
   answers_ = true;
@@ -176,7 +181,7 @@ TcpWatch::TcpWatch(int fd) : fd_(fd), peer_(SocketAddress::far_end_of(fd)) {}
 int64_t TcpWatch::host_silence_ms() { return look() ? health_.silence_ms(Clock::now()) : 0; }
 
 NetworkPath::HeldUp TcpWatch::held_up() {
-  if (!look()) health_.note_reset();
+  if (!look()) health_.note_reset(Clock::now());
   return {health_.held_up_ms(Clock::now()), health_.packet_bytes_under_way()};
 }
 

@@ -50,7 +50,7 @@ class TcpHealth {
 
   void look(const Counters& counters, Clock::time_point now);
   void answered_elsewhere(Clock::time_point now);  // the host has answered on another connection
-  void note_reset() { reset_ = true; }             // a reset by the host, which is an answer
+  void note_reset(Clock::time_point now);          // a reset by the host, which is an answer
 
   // For how long an acknowledgement is overdue and no packet has come; 0: none is overdue.
   int64_t silence_ms(Clock::time_point now) const;

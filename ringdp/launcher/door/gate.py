@@ -69,7 +69,7 @@ class Gate:
         """
         host, port = self._where
         began_s, notice_s = time.monotonic(), _FIRST_NOTICE_S
-        closed, closed_s = 0, math.inf
+        closed, closed_s, asked = 0, math.inf, False
         while True:
             try:
                 about, node = self._loop.run(self._register())
@@ -78,8 +78,10 @@ class Gate:
                 raise proof.RefusedError(f"{host}:{port} does not let this host in: {error}") from None
             except (OSError, asyncio.TimeoutError) as error:
                 why = str(error) or "it does not answer"
-                if isinstance(error, (asyncio.TimeoutError, ConnectionResetError)) and is_another():
-                    raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
+                if isinstance(error, (asyncio.TimeoutError, ConnectionResetError)) and not asked:
+                    if is_another():
+                        raise proof.RefusedError(f"what listens at {host}:{port} is no door", no_door=True) from None
+                    asked = True
             except proof.NotProvenError as error:
                 closed, closed_s = closed + 1, min(closed_s, time.monotonic())
                 why = f"{error}. Is it the port of --door, and --secret-file the file of the job's first launcher?"
@@ -87,7 +89,7 @@ class Gate:
                     time.sleep(_CLOSED_PAUSE_S)
                     continue
                 no_door = closed == _CLOSED_TIMES and is_another()
-                if no_door or time.monotonic() - closed_s > _CLOSED_S:
+                if no_door or time.monotonic() - closed_s > min(_CLOSED_S, timeout_s):
                     raise proof.RefusedError(
                         f"{host}:{port} does not let this host in: {why}", no_door=no_door
                     ) from error
