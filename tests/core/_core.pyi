@@ -176,6 +176,7 @@ class Runtime:
         congestion: str = "auto",
         heal_ms: int = 4000,
         tls: bool = False,
+        door: str = "",
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.

@@ -17,9 +17,9 @@
 #include "faulty.h"
 #include "shared/shared_setup.h"
 #include "testing.h"
+#include "transport/counted.h"
 #include "transport/poller.h"
 #include "transport/tcp.h"
-#include "transport/counted.h"
 #include "transport/tls.h"
 #include "transport/transport.h"
 

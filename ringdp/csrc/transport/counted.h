@@ -1,7 +1,8 @@
 // A CountedChannel is a Channel over a Channel whose ends tell each other how many bytes they have received: over TLS,
 // where a damaged record is found behind the kernel's acknowledgements, and where connections may be relayed, whose
-// bytes a launcher's host acknowledges. So after a break both ends know what must be sent again. Bytes go in messages of at most 128 KiB,
-// each with a head (docs/reference/wire_format.md). Used as any channel; owns the one below, which is no DirectReader.
+// bytes a launcher's host acknowledges. So after a break both ends know what must be sent again. Bytes go in messages
+// of at most 128 KiB, each with a head (docs/reference/wire_format.md). Used as any channel; owns the one below, which
+// is no DirectReader.
 #pragma once
 
 #include <array>
