@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import io
 import json
 import logging
 import os
@@ -297,9 +298,9 @@ SAID = st.dictionaries(st.sampled_from(["wants", "node", "id", "host", "version"
 def test_whatever_a_launcher_says_ends_its_connection_at_worst(lines: list[bytes]) -> None:
     """Its secret is right; its version, or somebody in the middle without TLS, is not. No host that wants none of the
     first numbers may get one, and what it has said is no error of the door."""
-    wrong: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = wrong.append  # type: ignore[method-assign]
+    wrong = io.StringIO()
+    handler = logging.StreamHandler(wrong)
+    handler.setLevel(logging.ERROR)
     log = logging.getLogger("ringdp.launch")
     log.addHandler(handler)
     about = About(here=0, nodes=2, run_id="x", elastic=False, max_restarts=0)
@@ -324,7 +325,7 @@ def test_whatever_a_launcher_says_ends_its_connection_at_worst(lines: list[bytes
     finally:
         door.close()
         log.removeHandler(handler)
-    assert wrong == []
+    assert wrong.getvalue() == ""
 
 
 def test_a_launcher_without_tls_is_told_that_the_job_has_it() -> None:
