@@ -24,7 +24,7 @@ class RINGDP_CAPABILITY("role") DriverRole {
   // Work that a leaving driver has not finished, besides operations in flight.
   struct Leftover {
     bool frames = false;  // waiting for room in a channel
-    bool copies = false;  // to or from a device, of operations that are over
+    bool copies = false;  // to or from a device, of operations that are over; or a failure that others may explain
   };
 
   // `poller`: the driver sleeps in it; closed under the mutex. `watcher`: has the same channels; the communication

@@ -81,7 +81,8 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
       role_(poller_, watcher_,
             [this](bool watched) {
               const bool bytes_there = watched && !links_.before_sleep();
-              return DriverRole::Leftover{links_.anything_outgoing() || bytes_there, copies_.under_way()};
+              const bool soon = copies_.under_way() || !failures_.next_deadline().is_never();
+              return DriverRole::Leftover{links_.anything_outgoing() || bytes_there, soon};
             }),
       groups_(role_),
       threads_(role_),

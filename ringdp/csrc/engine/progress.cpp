@@ -78,7 +78,17 @@ void Progress::drive(const Over& over, Deadline deadline, int64_t spin_us) {
 }
 
 void Progress::move_on() {
-  drive([] { return false; }, Deadline::after_ms(0), 0);
+  role_.assert_held();
+  const FloatModeScope float_mode;
+  links_.after_sleep();
+  for (bool moved = true; moved;) {
+    take_inbox();
+    moved = advance_groups();
+    moved |= copies_.look();
+    moved |= links_.pump();
+    failures_.report();
+    stalls_.answer();
+  }
 }
 
 void Progress::look_for_events() {
@@ -87,6 +97,7 @@ void Progress::look_for_events() {
   links_.after_sleep();
   links_.poll();
   move_on();
+  check_deadlines();
 }
 
 void Progress::look_at_all() {
