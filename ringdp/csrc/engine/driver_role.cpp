@@ -28,6 +28,7 @@ void DriverRole::leave(MutexLock& lock) {
   holder_.store({}, std::memory_order_relaxed);
   copies_began_ |= left.copies && !left_.copies;
   left_ = left;
+  left_.frames |= submitted_;
   if (unfinished_ > 0 || left_.frames || copies_began_) {
     if (watched_.load(std::memory_order_relaxed))
       watcher_.wake();
@@ -79,6 +80,7 @@ bool DriverRole::wait_for_change(MutexLock& lock, Clock::duration most) {
 
 void DriverRole::operation_began(bool caller_waits, bool rests) {
   ++(rests ? resting_ : unfinished_);
+  submitted_ = true;
   if (held()) {
     wake();
   } else if (!caller_waits) {
@@ -125,8 +127,8 @@ DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
 
 void DriverRole::watch(MutexLock& lock) {
   if (unfinished_ == 0 && !left_.frames && !closed_) {
-    lock.unlock();
     const auto most = left_.copies ? kPendingCopiesPeriod : kIdleLookPeriod;
+    lock.unlock();
     watcher_.wait(static_cast<int>(std::chrono::milliseconds(most).count()));
     lock.lock();
   }

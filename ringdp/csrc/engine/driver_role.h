@@ -53,7 +53,10 @@ class RINGDP_CAPABILITY("role") DriverRole {
   // Runs `action` while no other thread drives: at once if none does, else in the driver's next round
   // (`take_requests`). Returns after it has run, or throws its exception.
   void run(const std::function<void()>& action);
-  std::vector<std::function<void()>> take_requests() RINGDP_REQUIRES(mutex_) { return std::exchange(requests_, {}); }
+  std::vector<std::function<void()>> take_requests() RINGDP_REQUIRES(mutex_) {
+    submitted_ = false;
+    return std::exchange(requests_, {});
+  }
 
   // Waits, for `most` at most, until an operation has ended or the role is free. False: neither happened.
   bool wait_for_change(MutexLock& lock, Clock::duration most) RINGDP_REQUIRES(mutex_);
@@ -112,6 +115,7 @@ class RINGDP_CAPABILITY("role") DriverRole {
   bool closed_ RINGDP_GUARDED_BY(mutex_) = false;
   std::size_t unfinished_ RINGDP_GUARDED_BY(mutex_) = 0;  // operations, without those that rest
   std::size_t resting_ RINGDP_GUARDED_BY(mutex_) = 0;
+  bool submitted_ RINGDP_GUARDED_BY(mutex_) = false;         // operations that no driver has taken
   Clock::time_point looked_at_ RINGDP_GUARDED_BY(mutex_){};  // when the communication thread last asked for a look
   Leftover left_ RINGDP_GUARDED_BY(mutex_);                  // by the last driver
   bool copies_began_ RINGDP_GUARDED_BY(mutex_) = false;      // since the communication thread last looked
