@@ -485,24 +485,46 @@ class Mailbox:
     def __init__(self, *, group: ProcessGroup, name: str, most_bytes: int) -> None:
         """`name`: the same on all members, never used before. `most_bytes`: of a payload that comes."""
 
+    def answer(
+        self, source: int, timeout_ms: int, *, serves: bool
+    ) -> tuple[bool, int, bytes | None, torch.Tensor | None] | None:
+        """(False, member, header, payload) of that member's next answer, or, if this rank `serves`, what `request`
+        returns, whichever comes first. Raises PeerLostError where the member is lost.
+        """
+
     def close(self) -> None:
         """Idempotent."""
 
-    def expect(self, source: int) -> None:
-        """Take one more message of that member when it comes."""
+    def expect(self, source: int, *, answers: bool) -> None:
+        """Take one more request of that member when it comes; or, from now on, its answers."""
 
-    def next(self, source: int, timeout_ms: int) -> tuple[int, bytes | None, torch.Tensor | None] | None:
-        """(member, header, payload) of the next message of that member, or of any one (-1); None after the time, or
-        when it is closed. A member that is lost: (member, None, None), once; PeerLostError where it is `source`.
+    def land(self, source: int, memory: torch.Tensor) -> None:
+        """That member's next answer is received into this memory, if it has its size."""
+
+    def request(self, timeout_ms: int) -> tuple[bool, int, bytes | None, torch.Tensor | None] | None:
+        """(True, member, header, payload) of the next request; None after the time, or when it is closed. A member
+        that is lost: (True, member, None, None), once.
         """
 
     def require(self, member: int) -> None:
         """Raise the error by which that member was lost."""
 
-    def send(self, to: int, header: bytes, payload: torch.Tensor | None, *, waits: bool) -> int:
-        """Send a message; its payload is read until the member has taken it. `waits`: first until little is on its
-        way to it. Returns for how many nanoseconds.
+    def send(self, to: int, header: bytes, payload: torch.Tensor | None, *, answers: bool, waits: bool) -> int:
+        """Send a request or an answer; its payload is read until the member has taken it. `waits`: first until
+        little is on its way to it. Returns for how many nanoseconds.
         """
+
+class Parcel:
+    """How parts of several flat tensors lie in a payload, behind a head."""
+
+    def __init__(self, head: bytes, spans: Sequence[tuple[int, int, int, int]], total: int) -> None:
+        """`spans`: (tensor, its first byte, bytes, place in the payload), by place; `total`: without the head."""
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The head and the parts: a new tensor, uint8."""
+
+    def unpack(self, body: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the parts at the end of a payload into the tensors."""
 
 class GradientMarks:
     """Which gradients are still what a backward left."""
@@ -702,6 +724,9 @@ def fill_rows(table: torch.Tensor, which: torch.Tensor, ids: torch.Tensor, seed:
 
 def find_codec(sha256: str) -> CodecLibrary | None:
     """The one whose file had this digest; None where none is loaded."""
+
+def first_non_finite(tensor: torch.Tensor) -> int:
+    """The index of its first element with an infinity or a NaN; -1: there is none."""
 
 def follow_view(process_group: ProcessGroup) -> None:
     """From now on the rank and size of a group of make_lasting_group are those of its backend's members."""

@@ -9,7 +9,7 @@ import logging
 import os
 import statistics
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp import refusals
+from ringdp import _C, refusals
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged, PeerLostError
 from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
 from ringdp.job.elastic import is_elastic, places, use
@@ -29,9 +29,11 @@ from ringdp.kvstore.service import Members, Service
 from ringdp.kvstore.slices import Lot, Slices
 from ringdp.kvstore.store import KVStore
 from ringdp.kvstore.table import Table, hand_out
+from ringdp.kvstore.updates import Optimizer
 from ringdp.text import ranks_by_number
 
 _log = logging.getLogger("ringdp.kvstore")
+_DIRECT_BYTES = 64 << 10  # of a slice, from which its memory is sent and received without a copy
 _SLOW_S = 0.1  # of waiting, below which no owner is called slow
 Result = TypeVar("Result")
 
@@ -90,7 +92,7 @@ class AsyncStore(KVStore):
         self._compensates = compensates
         self._served = self._slices_of(members)
         self._service = Service(members, self._served, staleness)
-        self._lots: dict[tuple[str, ...], list[tuple[int, Lot]]] = {}
+        self._lots: dict[tuple[str, ...], dict[int, Lot]] = {}
         self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
         self._ages: collections.Counter[int] = collections.Counter()
         self._saves: dict[int, int] = {}  # the last one's requests, by owner, whose answers nobody has looked at
@@ -130,9 +132,10 @@ class AsyncStore(KVStore):
             PeerLostError: an owner is lost.
         """
         check_priority("push", priority)
-        bodies = self._bodies("push", key, value)
+        scale = check_number("push: scale", scale)
+        values = self._given("push", key, value)
         try:
-            self._service.ask_each(Kind.PUSH, bodies, scale=check_number("push: scale", scale))
+            self._ask(Kind.PUSH, values, scale=scale)
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
 
@@ -170,9 +173,9 @@ class AsyncStore(KVStore):
         check_priority("pushpull", priority)
         scale = check_number("pushpull: scale", scale)
         wanted, wholes = self._wanted("pushpull", key, out)
-        bodies = self._bodies("pushpull", key, value)
+        values = self._given("pushpull", key, value)
         try:
-            self._take(self._service.ask_each(Kind.PUSHPULL, bodies, scale=scale), wholes)
+            self._take(self._ask(Kind.PUSHPULL, values, wholes, scale=scale), wholes)
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
             self._or_move(lambda: self._pull_into(wholes))
@@ -447,8 +450,8 @@ class AsyncStore(KVStore):
         average = len(members.workers) if self._table.average else 1
         return Slices(members.owners.index(members.rank), average, compensates=self._compensates)
 
-    def _bodies(self, what: str, key: KeyName | Sequence[KeyName], value: Values) -> Iterator[tuple[int, Tensor]]:
-        """Of a push, by owner."""
+    def _given(self, what: str, key: KeyName | Sequence[KeyName], value: Values) -> dict[str, Tensor]:
+        """Of a push, flat and on the CPU."""
         given = by_key(what, key, value)
         self._settle()
         self._table.check_all(what, given)
@@ -459,16 +462,32 @@ class AsyncStore(KVStore):
         if self._staleness == 0:
             self._in_this_clock.update(values)
 
-        def body(owner: int, lot: Lot) -> Tensor:
-            packed, place = lot.room(), self._members.owners.index(owner)
-            for name, view in lot.views(packed).items():
-                for mine, part in self._table.keys[name].cut.beside(values[name], view, place):
-                    part.copy_(mine)
-            return packed
+        return values
 
-        lots = self._lots_of(tuple(values))
-        self._sent.update(owner for owner, _ in lots)
-        return ((owner, body(owner, lot)) for owner, lot in lots)
+    def _ask(
+        self, kind: Kind, values: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None, *, scale: float = 1.0
+    ) -> dict[int, int]:
+        """Ask the owners of these keys, with the values of a push; `into` has the memory of a pull.
+
+        Returns the sequence numbers, by owner.
+        """
+        lots, given = self._lots_of(tuple(values)), list(values.values())
+        targets = [] if into is None else list(into.values())
+        pushes = kind is not Kind.PULL
+        lends_here = isinstance(self._table.update, Optimizer) and not self._table.average
+        if pushes:
+            self._sent.update(list(lots))
+
+        def ask(owner: int) -> int:
+            lot = lots[owner]
+            direct = lot.place is not None and lot.total >= _DIRECT_BYTES and targets
+            # A push that is waited for is sent from where it is; this rank's own update might change it there.
+            lends = direct and (owner != self._members.rank or (lends_here and scale == 1.0))
+            body = (lot.view(given[0]) if lends else lot.of_wholes.pack(given)) if pushes else lot.head
+            memory = lot.view(targets[0]) if direct else None
+            return self._service.ask(kind, owner, body, scale=scale, key=lot.key, into=memory)
+
+        return self._service.ask_each(lots, ask)
 
     def _wanted(
         self, what: str, key: KeyName | Sequence[KeyName], out: Values
@@ -485,34 +504,27 @@ class AsyncStore(KVStore):
         return wanted, {name: self._table.target(name, tensors) for name, tensors in wanted.items()}
 
     def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
-        lots = self._lots_of(tuple(wholes))
-        self._take(self._service.ask_each(Kind.PULL, ((owner, lot.head) for owner, lot in lots)), wholes)
+        self._take(self._ask(Kind.PULL, wholes, wholes), wholes)
 
     def _take(self, asked: Mapping[int, int], wholes: Mapping[str, Tensor]) -> None:
         """The owners' answers."""
-        lots = dict(self._lots_of(tuple(wholes)))
+        lots, targets = self._lots_of(tuple(wholes)), list(wholes.values())
         self.age = 0
         for owner, sequence in asked.items():
             answer = self._service.answer_of(owner, sequence)
             self.age = max(self.age, answer.age)
             self._ages[answer.age] += 1
-            if answer.payload is None:
-                continue
-            place = self._members.owners.index(owner)
-            for name, view in lots[owner].views(answer.payload).items():
-                for mine, part in self._table.keys[name].cut.beside(wholes[name], view, place):
-                    mine.copy_(part)
+            if answer.payload is not None:
+                lots[owner].of_wholes.unpack(answer.payload, targets)
 
-    def _lots_of(self, names: tuple[str, ...]) -> list[tuple[int, Lot]]:
+    def _lots_of(self, names: tuple[str, ...]) -> dict[int, Lot]:
         """By owner, without those that have nothing of these keys; this rank last."""
         if (found := self._lots.get(names)) is None:
             keys = self._table.keys
             numbers = {name: number for number, name in enumerate(keys)}
             asked = [keys[name] for name in names], [numbers[name] for name in names]
-            lots = [
-                (owner, Lot.of(*asked, self._members.owners.index(owner))) for owner in self._service.remote_first()
-            ]
-            found = self._lots[names] = [(owner, lot) for owner, lot in lots if lot.total]
+            lots = {it: Lot.of(*asked, self._members.owners.index(it)) for it in self._service.remote_first()}
+            found = self._lots[names] = {owner: lot for owner, lot in lots.items() if lot.total}
         return found
 
     def _require_update(self, given: Mapping[str, Any]) -> None:
@@ -542,14 +554,7 @@ class AsyncStore(KVStore):
 
 
 def _require_finite(name: str, value: Tensor, rank: int) -> None:
-    """One pass where all is finite: a sum with a NaN or an infinity is one."""
-    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
-        return
-    if bool(torch.isfinite(value.sum(dtype=None if value.dtype.itemsize > 2 else torch.float32))):
-        return
-    finite = torch.isfinite(value)
-    if not bool(finite.all()):
-        at = int((~finite).nonzero()[0])
+    if (at := _C.first_non_finite(value)) >= 0:
         raise InvalidArgumentError(
             f"push: key {name!r} of rank {rank} has {value[at].item()} at element {at}: it would spoil the values of"
             " all workers, so it was not sent"

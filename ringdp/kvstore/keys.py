@@ -45,10 +45,14 @@ class Cut:
 
     def slices(self, whole: Tensor, rank: int) -> list[Tensor]:
         """The rank's elements as views of the flat `whole`."""
-        views = [whole[rank * self.part : (rank + 1) * self.part]] if self.part else []
+        return [whole[first : first + count] for first, count in self.spans(rank)]
+
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """The rank's elements: the first one and how many, of its part and of the rest."""
+        spans = [(rank * self.part, self.part)] if self.part else []
         if self.rest and rank == self.owner:
-            views.append(whole[self.ranks * self.part :])
-        return views
+            spans.append((self.ranks * self.part, self.rest))
+        return spans
 
     def beside(self, whole: Tensor, slice_: Tensor, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The rank's elements as views of the flat `whole`, each with its place in the rank's flat `slice_`."""

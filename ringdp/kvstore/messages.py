@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +35,7 @@ class Message:
     clock: of the worker when it asked.
     agreed: how often the ranks had agreed on keys and settings when the worker asked.
     scale: of a push.
+    key: of a push or a pull of one key: its number; the payload then has no head that says which keys it is of.
     age: of an answer, see `Clocks.age`.
     held_s: for how long the owner had the request before it might be answered.
     payload: uint8, or None.
@@ -49,14 +49,18 @@ class Message:
     age: int = 0
     held_s: float = 0.0
     payload: Tensor | None = None
+    key: int = -1
+    into: Tensor | None = None  # of a pull from this rank's own owner: memory for the answer
 
     def header(self) -> bytes:
-        return _FORM.pack(self.kind, self.agreed, self.sequence, self.clock, self.age, self.scale, self.held_s)
+        return _FORM.pack(
+            self.kind, self.agreed, self.sequence, self.clock, self.age, self.scale, self.held_s, self.key
+        )
 
     @classmethod
-    def of(cls, header: bytes, payload: Any) -> Message:
-        kind, agreed, sequence, clock, age, scale, held_s = _FORM.unpack_from(header)
-        return cls(Kind(kind), sequence, clock, agreed, scale, age, held_s, payload if len(payload) else None)
+    def of(cls, header: bytes, payload: Tensor | None) -> Message:
+        kind, agreed, sequence, clock, age, scale, held_s, key = _FORM.unpack_from(header)
+        return cls(Kind(kind), sequence, clock, agreed, scale, age, held_s, payload, key)
 
 
-_FORM = struct.Struct("<iIqqqdd")
+_FORM = struct.Struct("<iIqqqddq")

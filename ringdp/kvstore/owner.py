@@ -32,6 +32,7 @@ class Push:
 
     Attributes:
         body: as the worker packed it.
+        key: see `Message`.
         late: how many updates of others came between what the worker last pulled and this.
     """
 
@@ -39,6 +40,7 @@ class Push:
     body: Tensor
     scale: float = 1.0
     late: int = 0
+    key: int = -1
 
 
 class Served(Protocol):
@@ -47,7 +49,7 @@ class Served(Protocol):
     def apply(self, pushes: Sequence[Push]) -> None:
         """One push, or those of one clock of all workers, by worker: their sum counts."""
 
-    def answer(self, body: Tensor | None) -> Tensor:
+    def answer(self, asked: Message) -> Tensor:
         """For a pull: a copy."""
 
     def set(self, body: Tensor | None) -> None:
@@ -199,10 +201,13 @@ class Owner:
 
     def _go_on(self) -> None:
         """Do all requests that can be done: one may let others go on."""
-        self._apply_kept()
-        while (worker := next((it for it in sorted(self._asked) if self._may_do(it)), None)) is not None:
+        while True:
+            if self._kept:
+                self._apply_kept()
+            worker = min(filter(self._may_do, self._asked), default=None)
+            if worker is None:
+                break
             self._do(worker, self._asked.pop(worker))
-            self._apply_kept()
         self.lock.notify_all()
 
     def _may_do(self, worker: int) -> bool:
@@ -226,7 +231,7 @@ class Owner:
             if message.kind in (Kind.PUSH, Kind.PUSHPULL):
                 self._push(worker, message)
             if message.kind in (Kind.PULL, Kind.PUSHPULL):
-                payload = self._served.answer(message.payload)
+                payload = self._served.answer(message)
                 self._pulled_at[worker], self._own[worker] = self.pushes.total(), 0
             elif message.kind is Kind.TICK:
                 self.clocks.reached(worker, message.clock)
@@ -255,7 +260,7 @@ class Owner:
     def _push(self, worker: int, message: Message) -> None:
         assert message.payload is not None
         late = self.pushes.total() - self._pulled_at.get(worker, 0) - self._own.get(worker, 0)
-        push = Push(worker, message.payload, message.scale, late)
+        push = Push(worker, message.payload, message.scale, late, message.key)
         self._own[worker] = self._own.get(worker, 0) + 1
         if self.clocks.staleness == 0:
             self._kept.setdefault(message.clock, []).append(push)

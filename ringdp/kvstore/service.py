@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -78,7 +78,8 @@ class Service:
     """Of one store on this rank. All ranks of its group make theirs alike.
 
     Requests to one owner are done in their order. To an owner on this rank they go without the network, but through the
-    same `Owner`. A thread takes the other workers' requests, for as long as one of them is there. `ask` and `answer_of`
+    same `Owner`. The other workers' requests are taken by the program's thread while it waits for an answer, else by a
+    thread of the owner, for as long as one of them is there. `ask` and `answer_of`
     are for one thread, that of the program.
 
     Args:
@@ -112,24 +113,24 @@ class Service:
         self._mine: dict[int, Message] = {}  # of this rank's own owner; under its lock
         self._process = os.getpid()
         self._closed = False
-        self._requests, self._answers = self._mailboxes(members.group, name)
+        self._box = self._mailbox(members.group, name)
         self.owner: Owner | None = None
         self._thread: threading.Thread | None = None
         if served is not None:
             self.owner = Owner(served, Clocks(begin, staleness), self, rank=members.rank, timeout_s=members.timeout_s)
-        if self._answers is not None and members.works:
+        if self._box is not None and members.works:
             for owner in members.owners:
                 if owner != members.rank:
-                    self._answers.expect(owner)
-        if self._requests is not None and self.owner is not None:
+                    self._box.expect(owner, answers=True)
+        if self._box is not None and self.owner is not None:
             self._start()
         _alive.add(self)
         end_before_groups(_end_all)
 
     @staticmethod
-    def _mailboxes(group: dist.ProcessGroup | None, name: str | None) -> tuple[Any, Any]:
+    def _mailbox(group: dist.ProcessGroup | None, name: str | None) -> Any:
         if group is None or group.size() == 1:
-            return None, None
+            return None
         if backend_of(group, "cpu") != BACKEND:
             raise InvalidStateError(f"dist_async needs the backend {BACKEND} for the CPU, and this group has another")
         from ringdp import _C
@@ -138,11 +139,7 @@ class Service:
             mine = secrets.token_hex(_NAME_BYTES // 2).encode()
             meet = functools.partial(all_gather_bytes, mine, group, room=_NAME_BYTES)
             name = as_unit(group, "name of an asynchronous store", meet)[0].decode()
-        requests, answers = (
-            _C.Mailbox(group=group, name=f"ringdp {what} {name}", most_bytes=_MOST_BYTES)
-            for what in ("requests", "answers")
-        )
-        return requests, answers
+        return _C.Mailbox(group=group, name=f"ringdp store {name}", most_bytes=_MOST_BYTES)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="ringdp kvstore", daemon=True)
@@ -150,8 +147,20 @@ class Service:
 
     # The worker.
 
-    def ask(self, kind: Kind, owner: int, payload: Tensor | None = None, *, scale: float = 1.0) -> int:
+    def ask(
+        self,
+        kind: Kind,
+        owner: int,
+        payload: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        key: int = -1,
+        into: Tensor | None = None,
+    ) -> int:
         """Send a request, and return its sequence number. Waits while much is on its way to the owner.
+
+        Args:
+            into: the answer's payload is received there, if it has its size; it has to be read before the next answer.
 
         Raises:
             PeerLostError: the owner is lost.
@@ -159,9 +168,11 @@ class Service:
         """
         self._require_open()
         self._sequence += 1
-        message = Message(kind, self._sequence, self.clock, self.agreed, scale, payload=payload)
+        message = Message(kind, self._sequence, self.clock, self.agreed, scale, payload=payload, key=key, into=into)
         if owner != self.members.rank:
-            waited_ns = self._requests.send(owner, message.header(), payload, waits=True)
+            if into is not None:
+                self._box.land(owner, into)
+            waited_ns = self._box.send(owner, message.header(), payload, answers=False, waits=True)
             self.waited_s[owner] += waited_ns / 1e9
             return self._sequence
         assert self.owner is not None
@@ -198,17 +209,15 @@ class Service:
 
     def ask_all(self, kind: Kind, payload: Tensor | None = None) -> dict[int, int]:
         """As `ask`, of all owners, this rank last; the sequence numbers, by owner."""
-        return self.ask_each(kind, [(owner, payload) for owner in self.remote_first()])
+        return self.ask_each(self.remote_first(), lambda owner: self.ask(kind, owner, payload))
 
-    def ask_each(
-        self, kind: Kind, payloads: Iterable[tuple[int, Tensor | None]], *, scale: float = 1.0
-    ) -> dict[int, int]:
-        """As `ask`, of some owners; where one is lost, the others are asked before that is raised."""
+    def ask_each(self, owners: Iterable[int], ask: Callable[[int], int]) -> dict[int, int]:
+        """Call `ask` for some owners; where one is lost, the others are asked before that is raised."""
         asked: dict[int, int] = {}
         lost: PeerLostError | None = None
-        for owner, payload in payloads:
+        for owner in owners:
             try:
-                asked[owner] = self.ask(kind, owner, payload, scale=scale)
+                asked[owner] = ask(owner)
             except PeerLostError as error:
                 lost = lost or error
         if lost is not None:
@@ -221,7 +230,7 @@ class Service:
             with contextlib.suppress(PeerLostError):
                 sequence = self.ask(Kind.SYNC, owner)
                 while self._answer_from(owner, sequence) is None:
-                    self._requests.require(owner)
+                    self._box.require(owner)
 
     def remote_first(self) -> list[int]:
         rank = self.members.rank
@@ -258,9 +267,8 @@ class Service:
         if wait:
             self.serve()
         self._closed = True
-        for box in (self._requests, self._answers):
-            if box is not None:
-                box.close()
+        if self._box is not None:
+            self._box.close()
         if self._thread is not None:
             self._thread.join()
 
@@ -282,7 +290,7 @@ class Service:
     def answer(self, worker: int, message: Message) -> None:
         if worker != self.members.rank:
             with contextlib.suppress(RingError):  # the thread learns that the worker is lost
-                self._answers.send(worker, message.header(), message.payload, waits=False)
+                self._box.send(worker, message.header(), message.payload, answers=True, waits=False)
             return
         assert self.owner is not None
         with self.owner.lock:
@@ -291,7 +299,7 @@ class Service:
 
     def expect(self, worker: int) -> None:
         if worker != self.members.rank:
-            self._requests.expect(worker)
+            self._box.expect(worker, answers=False)
 
     # Private methods.
 
@@ -304,7 +312,7 @@ class Service:
         for owner, sequence in left.items():
             with contextlib.suppress(RingError):
                 while self._answer_from(owner, sequence) is None:
-                    self._requests.require(owner)
+                    self._box.require(owner)
         for owner in left:
             with contextlib.suppress(RingError):
                 self.ask(Kind.BYE, owner)
@@ -335,19 +343,22 @@ class Service:
                     self.owner.lock.wait(_ANSWER_MS / 1000)
                 return self._mine.pop(sequence, None)
         while (message := self._early.pop(sequence, None)) is None:
-            if (found := self._answers.next(owner, _ANSWER_MS)) is None:
+            if (found := self._box.answer(owner, _ANSWER_MS, serves=self.owner is not None)) is None:
                 return None
-            _, header, payload = found
-            self._answers.expect(owner)
-            came = Message.of(header, payload)
-            self._early[came.sequence] = came
+            asks, sender, header, payload = found
+            if asks:
+                self._take(sender, header, payload)
+            else:
+                came = Message.of(header, payload)
+                self._early[came.sequence] = came
         return message
 
     def _require_owners(self) -> None:
         """Raises PeerLostError where one is lost: others may wait for that before they answer this worker."""
-        if self._requests is not None:
+        if self._box is not None:
             for owner in self.members.owners:
-                self._requests.require(owner)
+                if owner != self.members.rank:
+                    self._box.require(owner)
 
     def _serve(self) -> None:
         assert self.owner is not None
@@ -356,21 +367,24 @@ class Service:
             for worker in self.members.workers:
                 self.expect(worker)
             while not self._closed:
-                found = self._requests.next(-1, _LOOK_MS)
-                if found is not None:
-                    worker, header, payload = found
-                    if header is None:
-                        self.owner.lost(worker)
-                        if worker in self.members.owners:
-                            self.owner.end_waits()
-                    else:
-                        self.owner.take(worker, Message.of(header, payload))
+                if (found := self._box.request(_LOOK_MS)) is not None:
+                    self._take(*found[1:])
                 if (now := time.monotonic()) - looked > _LOOK_MS / 1000:
                     looked = now
                     self.owner.look()
         except BaseException as error:
             _log.exception("the owner's part of a store on rank %d has ended", self.members.rank)
             self.owner.fail(InvalidStateError(f"the owner on rank {self.members.rank} has ended: {error}"))
+
+    def _take(self, worker: int, header: bytes | None, payload: Tensor | None) -> None:
+        """A request for this rank's owner, or the loss of a worker; on whichever thread has got it."""
+        assert self.owner is not None
+        if header is not None:
+            self.owner.take(worker, Message.of(header, payload))
+            return
+        self.owner.lost(worker)
+        if worker in self.members.owners:
+            self.owner.end_waits()
 
 
 _alive: weakref.WeakSet[Service] = weakref.WeakSet()

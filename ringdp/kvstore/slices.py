@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringdp import _C
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.byte_collectives import as_bytes, as_tensor
+from ringdp.job.byte_collectives import as_tensor
 from ringdp.job.whole_file import whole_file
 from ringdp.kvstore.keys import Cut, Key, describe
+from ringdp.kvstore.messages import Message
 from ringdp.kvstore.owner import Push
 from ringdp.kvstore.updates import Optimizer, Update
 
@@ -32,31 +34,58 @@ class Lot:
     """Slices of some keys on one owner, one after the other.
 
     Attributes:
-        head: uint8; says which keys they are.
+        key: the number of the only key; -1: there are several.
+        head: uint8; says which keys they are; None where it is one.
+        place: of that key's only slice in its whole value, the first and the last byte; None: they are several.
         parts: of each key with elements there: its name, its first byte, its elements and their dtype.
         total: bytes of all slices.
+        of_wholes: the slices of whole values of all keys, behind the head: packs pushes, and unpacks answers.
+        of_slices: the owner's slices of the keys of `parts`: packs answers.
     """
 
-    head: Tensor
+    key: int
+    head: Tensor | None
+    place: slice | None
     parts: tuple[tuple[str, int, int, torch.dtype], ...]
     total: int
+    of_wholes: _C.Parcel
+    of_slices: _C.Parcel
 
     @classmethod
     def of(cls, keys: Sequence[Key], numbers: Sequence[int], place: int) -> Lot:
         """`numbers`: of the keys, the same on all ranks; `place`: of the owner among the owners."""
-        parts, total = [], 0
-        for key in keys:
+        parts: list[tuple[str, int, int, torch.dtype]] = []
+        wholes, slices, total = [], [], 0
+        for index, key in enumerate(keys):
             if numel := key.cut.numel(place):
+                size, at = key.dtype.itemsize, total
+                slices.append((len(parts), 0, numel * size, total))
                 parts.append((key.name, total, numel, key.dtype))
-                total += _padded(numel * key.dtype.itemsize)
-        head = struct.pack(f"<q{len(numbers)}q", len(numbers), *numbers)
-        return cls(as_tensor(head.ljust(_padded(len(head)), b"\0")), tuple(parts), total)
+                for first, count in key.cut.spans(place):
+                    wholes.append((index, first * size, count * size, at))
+                    at += count * size
+                total += _padded(numel * size)
+        head, only, span = b"", numbers[0] if len(numbers) == 1 else -1, None
+        if only < 0:
+            packed = struct.pack(f"<q{len(numbers)}q", len(numbers), *numbers)
+            head = packed.ljust(_padded(len(packed)), b"\0")
+        elif len(wholes) == 1:
+            _, first, count, _ = wholes[0]
+            total, span = count, slice(first, first + count)
+        return cls(
+            only,
+            as_tensor(head) if head else None,
+            span,
+            tuple(parts),
+            total,
+            _C.Parcel(head, wholes, total),
+            _C.Parcel(b"", slices, total),
+        )
 
-    def room(self) -> Tensor:
-        """Memory for a push: its head is filled in."""
-        body = torch.empty(len(self.head) + self.total, dtype=torch.uint8, device="cpu")
-        body[: len(self.head)] = self.head
-        return body
+    def view(self, whole: Tensor) -> Tensor:
+        """The slice at `place`, as a payload in the flat value's own memory."""
+        assert self.place is not None
+        return whole.view(torch.uint8)[self.place]
 
     def views(self, body: Tensor) -> dict[str, Tensor]:
         """The slices in a body, flat, by key. With a head before them, or, as in an answer, without."""
@@ -82,7 +111,8 @@ class Slices:
         self._keys: list[Key] = []
         self.values: dict[str, Tensor] = {}
         self.update: Update | None = None
-        self._lots: dict[bytes, Lot] = {}
+        # by head, or key, with the values that they have
+        self._lots: dict[bytes | int, tuple[Lot, list[Tensor]]] = {}
 
     def agree(self, keys: Sequence[Key], values: Mapping[str, Tensor], update: Update) -> None:
         """Take what the ranks have agreed on."""
@@ -92,7 +122,7 @@ class Slices:
     def apply(self, pushes: Sequence[Push]) -> None:
         sums: dict[str, Tensor] = {}
         for push in pushes:
-            for name, view in self._lot(push.body).views(push.body).items():
+            for name, view in self._lot(push.body, push.key)[0].views(push.body).items():
                 if name in sums:
                     sums[name].add_(view)
                 else:
@@ -103,16 +133,14 @@ class Slices:
             torch._foreach_mul_(list(sums.values()), pushes[0].scale)
         assert self.update is not None
         late = pushes[0].late if self._compensates and len(pushes) == 1 else 0
-        with torch.no_grad(), _slower(self.update, late):
+        with _slower(self.update, late) if late > 0 else contextlib.nullcontext():
             self.update.apply(self.values, sums)
 
-    def answer(self, body: Tensor | None) -> Tensor:
-        assert body is not None
-        lot = self._lot(body)
-        found = torch.empty(lot.total, dtype=torch.uint8, device="cpu")
-        for name, view in lot.views(found).items():
-            view.copy_(self.values[name])
-        return found
+    def answer(self, asked: Message) -> Tensor:
+        lot, values = self._lot(asked.payload, asked.key)
+        if asked.into is None:
+            return lot.of_slices.pack(values)
+        return asked.into.copy_(values[0].view(torch.uint8))
 
     def set(self, body: Tensor | None) -> None:
         """The rate of the optimizer."""
@@ -183,13 +211,17 @@ class Slices:
         if isinstance(self.update, Optimizer):
             self.update.set_numbers(contents[0]["numbers"])
 
-    def _lot(self, body: Tensor) -> Lot:
-        count = int(body[:8].view(torch.int64))
-        head = as_bytes(body[: _padded(8 + 8 * count)])
-        if (lot := self._lots.get(head)) is None:
-            numbers = struct.unpack_from(f"<{count}q", head, 8)
-            lot = self._lots[head] = Lot.of([self._keys[it] for it in numbers], numbers, self._place)
-        return lot
+    def _lot(self, body: Tensor | None, key: int) -> tuple[Lot, list[Tensor]]:
+        head: bytes | int = key
+        if key < 0:
+            assert body is not None
+            there = memoryview(body.numpy())  # type: ignore[arg-type]
+            head = there[: 8 + 8 * int.from_bytes(there[:8], "little")].tobytes()
+        if (found := self._lots.get(head)) is None:
+            numbers = (head,) if isinstance(head, int) else struct.unpack_from(f"<{len(head) // 8 - 1}q", head, 8)
+            lot = Lot.of([self._keys[it] for it in numbers], numbers, self._place)
+            found = self._lots[head] = lot, [self.values[name] for name, *_ in lot.parts]
+        return found
 
 
 def _cutter(contents: Sequence[Mapping[str, Any]], key: Key, place: int) -> Callable[[Sequence[Tensor]], Tensor]:
@@ -259,7 +291,7 @@ def _check(content: Mapping[str, Any], keys: Sequence[Key], update: Update | Non
 def _slower(update: Update, late: int) -> Iterator[None]:
     """The rate of an optimizer divided by 1 + `late`: W. Zhang, S. Gupta, X. Lian, J. Liu, Staleness-aware Async-SGD
     for Distributed Deep Learning, IJCAI 2016, section 2.2, there for ages from 1 on."""
-    if late <= 0 or not isinstance(update, Optimizer):
+    if not isinstance(update, Optimizer):
         yield
         return
     rate = update.numbers()["lr"]

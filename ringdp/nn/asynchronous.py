@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringdp import _C
-from ringdp.kvstore.messages import Kind
+from ringdp.kvstore.messages import Kind, Message
 from ringdp.kvstore.owner import Push
 from ringdp.kvstore.service import Members, Service
 from ringdp.nn.exchange import Lookup, Pending, RowExchange
@@ -40,9 +40,9 @@ class Rows:
         rows, sums = _C.sum_rows(table, codes, which, self._wire, self._divisor)
         self._update.apply(table, self._shard.state, rows, sums)
 
-    def answer(self, body: Tensor | None) -> Tensor:
-        assert body is not None
-        return _C.gather_rows(self._shard.table, body.view(torch.int32), self._wire).view(torch.uint8).view(-1)
+    def answer(self, asked: Message) -> Tensor:
+        assert asked.payload is not None
+        return _C.gather_rows(self._shard.table, asked.payload.view(torch.int32), self._wire).view(torch.uint8).view(-1)
 
     def set(self, body: Tensor | None) -> None:
         """There is nothing to set."""

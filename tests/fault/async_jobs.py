@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -17,7 +19,7 @@ from ringdp import kvstore
 from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.job import elastic as elastic_job
 from ringdp.kvstore.async_store import AsyncStore
-from ringdp.kvstore.messages import Kind, Message
+from ringdp.kvstore.messages import Kind
 from ringdp.kvstore.service import Service
 from tests.fault.elastic_jobs import telling
 from tests.train.async_cases import added
@@ -26,19 +28,41 @@ NUMEL = 3000  # in slices of 960 on three ranks, and a rest
 STEPS, SAVED = 12, 3
 
 
-def die_at(number: int, where: str) -> Any:
-    """This process is killed at its `number`-th request, or the `number`-th answer of its owner."""
-    left = number
-    name = {"request": "ask", "answer": "answer"}[where]
-    own = getattr(Service, name)
+REQUESTS = tuple(it.name for it in Kind if it not in (Kind.ANSWER, Kind.ERROR))
 
-    def count(*given: Any, **named: Any) -> Any:
-        nonlocal left
-        if (left := left - 1) < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return own(*given, **named)
 
-    return mock.patch.object(Service, name, count)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """At which message a process is killed.
+
+    Attributes:
+        kind: of the message, a name of `Kind`; "": any request, "ANSWER": one of its owner.
+        number: so many of that kind go before.
+        after: the message has been given to the network, else not.
+    """
+
+    kind: str
+    number: int
+    after: bool = False
+
+    def armed(self) -> Any:
+        """While it is entered, this process follows the plan."""
+        left = self.number
+        name = "answer" if self.kind == "ANSWER" else "ask"
+        own = getattr(Service, name)
+
+        def count(service: Service, *given: Any, **named: Any) -> Any:
+            nonlocal left
+            meant = self.kind in ("", "ANSWER") or given[0].name == self.kind
+            left -= meant
+            if meant and left < 0 and not self.after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = own(service, *given, **named)
+            if meant and left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return mock.patch.object(Service, name, count)
 
 
 def store(**options: Any) -> tuple[AsyncStore, Tensor]:
@@ -58,7 +82,7 @@ def steps(kv: AsyncStore, value: Tensor, numbers: range) -> None:
         time.sleep(0.002)
 
 
-def elastic(folder: str, victim: int, number: int, where: str, staleness: int | None) -> dict[str, Any]:
+def elastic(folder: str, victim: int, plan: Plan, staleness: int | None) -> dict[str, Any]:
     """Trains with a save in the middle; the victim is killed after it."""
     with telling(folder) as (told, place):
         kv, value = store(staleness=staleness)
@@ -71,7 +95,7 @@ def elastic(folder: str, victim: int, number: int, where: str, staleness: int | 
         kv.barrier()  # in which this rank may be when the victim is killed
         kv._check_saves()
         if place == victim:
-            with die_at(number, where):
+            with plan.armed():
                 steps(kv, value, range(SAVED, STEPS + 1000))
         steps(kv, value, range(SAVED, STEPS))
         kv.barrier()
@@ -116,24 +140,42 @@ def beside_a_job(folder: str) -> list[str]:
     return found
 
 
-def owner_is_killed(folder: str, victim: int, number: int, where: str) -> tuple[str, float]:
+def every_request(folder: str, kv: AsyncStore, value: Tensor) -> None:
+    """Requests of all kinds but the last ones, for ever."""
+    while True:
+        kv.push("w", torch.ones(NUMEL))
+        kv.step()
+        kv.pull("w", value)
+        kv.pushpull("w", torch.ones(NUMEL), value)
+        kv.set_learning_rate(0.1)
+        kv.flush()
+        kv.save(folder)
+        kv.barrier()
+
+
+def owner_is_killed(folder: str, victim: int, plan: Plan) -> tuple[str, float]:
     """Without elasticity: what the others get, and how long after."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ringdp.init(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=60)
     began = time.monotonic()
     try:
-        kv, value = store(staleness=1)  # in which this rank may be when the victim is killed
+        kv = kvstore.create("dist_async", staleness=1)
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        value = torch.zeros(NUMEL)
+        kv.init("w", value)
+        kv.barrier()  # in which this rank may be when the victim is killed
         began = time.monotonic()
-        if rank == victim:
-            with die_at(number, where):
-                steps(kv, value, range(10_000))
-        steps(kv, value, range(10_000))
+        with plan.armed() if rank == victim else contextlib.nullcontext():
+            if plan.kind in ("LEAVE", "BYE"):
+                kv.close()
+            else:
+                every_request(f"{folder}/slices", kv, value)
     except RingError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
-    return "nothing", 0.0
+    return "nothing", time.monotonic() - began
 
 
-def worker_is_killed(folder: str, victim: int, number: int) -> tuple[int, list[float]]:
+def worker_is_killed(folder: str, victim: int, plan: Plan) -> tuple[int, list[float]]:
     """The last rank serves: the workers that are left go on."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ringdp.init(init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=60)
@@ -145,12 +187,9 @@ def worker_is_killed(folder: str, victim: int, number: int) -> tuple[int, list[f
         kv.serve()
         return kv.stats().pushes, []
     if rank == victim:
-        with die_at(number, "request"):
-            steps(kv, value, range(10_000))
+        with plan.armed():
+            steps(kv, value, range(plan.number + 1))
+            kv.close()
     steps(kv, value, range(50))
     kv.close()
     return kv.stats().clock, sorted(set(value.tolist()))
-
-
-def a_message_of_every_kind() -> list[str]:
-    return [Message(kind, 1, 0).kind.name for kind in Kind]

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.fault import async_jobs as jobs
+from tests.fault.async_jobs import Plan
 from tests.fault.faults import sampled
 from tests.train.harness import Outcome, ring_is_built, run_outcomes
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
+
+AT = (("", False), ("", True), ("ANSWER", False), ("ANSWER", True))
+LAST = ("LEAVE", "BYE")
+KINDS = (*(it for it in jobs.REQUESTS if it not in LAST), "ANSWER")
+OF_STEPS = [*((kind, n) for kind in ("PUSH", "TICK", "PULL") for n in (0, 3)), ("LEAVE", 0), ("BYE", 0)]
 
 
 def survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
@@ -23,16 +29,19 @@ def survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "where"),
-    [(1, 2, "request"), *sampled([(v, n, w) for v in (0, 1, 2) for n in range(9) for w in ("request", "answer")], 2)],
+    ("victim", "plan"),
+    [
+        (1, Plan("", 2)),
+        *sampled([(v, Plan(k, n, after)) for v in (0, 1, 2) for n in range(9) for k, after in AT], 2),
+    ],
 )
 @pytest.mark.parametrize("staleness", [2, None])
 def test_a_lost_owners_slices_go_on_from_its_last_save(
-    tmp_path: Path, victim: int, number: int, where: str, staleness: int | None
+    tmp_path: Path, victim: int, plan: Plan, staleness: int | None
 ) -> None:
     world = 3
     outcomes = run_outcomes(
-        jobs.elastic, str(tmp_path), victim, number, where, staleness, world_size=world, backend=None, others_stay=True
+        jobs.elastic, str(tmp_path), victim, plan, staleness, world_size=world, backend=None, others_stay=True
     )
     told = [one.value for one in survivors(outcomes, victim)]
     others = world - 1
@@ -69,11 +78,11 @@ def test_without_a_save_the_loss_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "where"),
-    [(3, "request"), *sampled([(n, w) for n in range(12) for w in ("request", "answer")], 2)],
+    "plan",
+    [Plan("TICK", 1), *sampled([Plan(kind, n, after) for kind in KINDS for n in (0, 3) for after in (False, True)], 3)],
 )
-def test_without_elasticity_a_lost_owner_is_an_error_that_names_it(tmp_path: Path, number: int, where: str) -> None:
-    outcomes = run_outcomes(jobs.owner_is_killed, str(tmp_path), 2, number, where, world_size=3, backend=None)
+def test_without_elasticity_a_lost_owner_is_an_error_that_names_it(tmp_path: Path, plan: Plan) -> None:
+    outcomes = run_outcomes(jobs.owner_is_killed, str(tmp_path), 2, plan, world_size=3, backend=None)
     for one in survivors(outcomes, 2):
         text, took_s = one.value
         assert text.startswith("PeerLostError")
@@ -81,9 +90,21 @@ def test_without_elasticity_a_lost_owner_is_an_error_that_names_it(tmp_path: Pat
         assert took_s < 10
 
 
-@pytest.mark.parametrize("number", [0, *sampled(range(1, 12), 2)])
-def test_a_worker_that_dies_is_waited_for_no_more(tmp_path: Path, number: int) -> None:
-    outcomes = run_outcomes(jobs.worker_is_killed, str(tmp_path), 1, number, world_size=4, backend=None)
+@pytest.mark.parametrize("plan", [Plan(kind, n, after) for kind in LAST for n in (0, 1) for after in (False, True)])
+def test_who_dies_while_all_leave_keeps_nobody(tmp_path: Path, plan: Plan) -> None:
+    outcomes = run_outcomes(jobs.owner_is_killed, str(tmp_path), 2, plan, world_size=3, backend=None)
+    for one in survivors(outcomes, 2):
+        text, took_s = one.value
+        assert text == "nothing" or (text.startswith("PeerLostError") and "rank 2" in text)
+        assert took_s < 10
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan("PUSH", 0), *sampled([Plan(k, n, a) for k, n in OF_STEPS for a in (False, True)], 2)],
+)
+def test_a_worker_that_dies_is_waited_for_no_more(tmp_path: Path, plan: Plan) -> None:
+    outcomes = run_outcomes(jobs.worker_is_killed, str(tmp_path), 1, plan, world_size=4, backend=None)
     first, third, server = (one.value for one in survivors(outcomes, 1))
     assert first[0] == third[0] == 50
     assert server[0] >= 100

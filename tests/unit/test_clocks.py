@@ -49,7 +49,7 @@ class _Values:
     def apply(self, pushes: Sequence[Push]) -> None:
         self.applied.append([one.worker for one in pushes])
 
-    def answer(self, body: Tensor | None) -> Tensor:
+    def answer(self, asked: Message) -> Tensor:
         return torch.tensor([self.of(worker) for worker in range(4)], device="cpu").view(torch.uint8)
 
     def set(self, body: Tensor | None) -> None:

@@ -8,11 +8,13 @@ namespace {
 
 constexpr auto kIdleLookPeriod = std::chrono::milliseconds(250);
 constexpr auto kPendingCopiesPeriod = std::chrono::milliseconds(2);
+// An event has come while another thread drove, which has seen it: the descriptors may stay readable until it leaves.
+constexpr auto kWatchAgainPeriod = std::chrono::milliseconds(1);
 
 }  // namespace
 
-DriverRole::DriverRole(Poller& poller, std::function<Leftover()> leftover)
-    : poller_(poller), leftover_(std::move(leftover)) {}
+DriverRole::DriverRole(Poller& poller, Poller& watcher, std::function<Leftover(bool)> leftover)
+    : poller_(poller), watcher_(watcher), leftover_(std::move(leftover)) {}
 
 void DriverRole::take(MutexLock& lock) {
   assert(!held());
@@ -21,12 +23,18 @@ void DriverRole::take(MutexLock& lock) {
 }
 
 void DriverRole::leave(MutexLock& lock) {
-  const Leftover left = leftover_();
+  const Leftover left = leftover_(watched_.load(std::memory_order_relaxed));
   lock.lock();
   holder_.store({}, std::memory_order_relaxed);
   copies_began_ |= left.copies && !left_.copies;
   left_ = left;
-  if (unfinished_ > 0 || left_.frames || copies_began_) work_to_do_.notify_one();
+  left_.frames |= submitted_;
+  if (unfinished_ > 0 || left_.frames || copies_began_) {
+    if (watched_.load(std::memory_order_relaxed))
+      watcher_.wake();
+    else
+      work_to_do_.notify_one();
+  }
   if (waiting_ > 0) changed_.notify_all();
 }
 
@@ -70,17 +78,18 @@ bool DriverRole::wait_for_change(MutexLock& lock, Clock::duration most) {
   return status == std::cv_status::no_timeout;
 }
 
-void DriverRole::operation_began(bool caller_waits) {
-  ++unfinished_;
+void DriverRole::operation_began(bool caller_waits, bool rests) {
+  ++(rests ? resting_ : unfinished_);
+  submitted_ = true;
   if (held()) {
-    if (sleeping_) poller_.wake();
+    wake();
   } else if (!caller_waits) {
-    work_to_do_.notify_one();
+    watched_.load(std::memory_order_relaxed) ? watcher_.wake() : work_to_do_.notify_one();
   }
 }
 
-void DriverRole::operation_ended() {
-  --unfinished_;
+void DriverRole::operation_ended(bool rests) {
+  --(rests ? resting_ : unfinished_);
   if (waiting_ > 0) changed_.notify_all();
 }
 
@@ -94,19 +103,50 @@ bool DriverRole::begin_sleep() {
 DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
   for (;;) {
     auto busy = [this]() RINGDP_NOT_CHECKED { return unfinished_ > 0 || left_.frames; };
-    auto wanted = [&]() RINGDP_NOT_CHECKED { return closed_ || (!held() && (busy() || copies_began_)); };
-    const auto period = left_.copies && !held() ? kPendingCopiesPeriod : kIdleLookPeriod;
+    auto wanted = [&]()
+                      RINGDP_NOT_CHECKED { return closed_ || (!held() && (busy() || copies_began_ || resting_ > 0)); };
+    Clock::duration period = kIdleLookPeriod;
+    if (left_.copies && !held()) period = kPendingCopiesPeriod;
+    if (resting_ > 0) period = kWatchAgainPeriod;
     const bool idle = !work_to_do_.wait_for(lock.native(), period, wanted);
     if (closed_) return Turn::kEnd;
     if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on with the shorter period
-    if (!held()) return idle ? Turn::kLook : Turn::kDrive;
-    look_due_.store(true, std::memory_order_relaxed);
+    const auto now = Clock::now();
+    const bool due = now - looked_at_ >= kIdleLookPeriod || (idle && resting_ == 0);
+    if (held()) {
+      if (due) look_due_.store(true, std::memory_order_relaxed);
+    } else if (busy()) {
+      return Turn::kDrive;
+    }
+    if (due) looked_at_ = now;
+    if (held()) continue;
+    if (due) return Turn::kLook;
+    if (resting_ > 0) return Turn::kWatch;
   }
 }
 
-void DriverRole::close() {
+void DriverRole::watch(MutexLock& lock) {
+  if (unfinished_ == 0 && !left_.frames && !closed_) {
+    const auto most = left_.copies ? kPendingCopiesPeriod : kIdleLookPeriod;
+    lock.unlock();
+    watcher_.wait(static_cast<int>(std::chrono::milliseconds(most).count()));
+    lock.lock();
+  }
+  stop_watching();
+}
+
+void DriverRole::stop_watching() {
+  watched_.store(false, std::memory_order_relaxed);
+  if (closed_) changed_.notify_all();
+}
+
+void DriverRole::close(MutexLock& lock) {
   closed_ = true;
   work_to_do_.notify_all();
+  watcher_.wake();
+  while (watched_.load(std::memory_order_relaxed)) changed_.wait(lock.native());
+  poller_.close();
+  watcher_.close();
 }
 
 }  // namespace ringdp

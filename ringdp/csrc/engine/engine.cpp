@@ -78,10 +78,15 @@ Engine::Engine(int rank, std::vector<MeshPeer> peers, EngineOptions options)
     : options_(std::move(options)),
       recorder_(static_cast<int>(peers.size()) - 1),
       diagnosis_(recorder_, notices_, options_.dump_folder),
-      role_(poller_, [this] { return DriverRole::Leftover{links_.anything_outgoing(), copies_.under_way()}; }),
+      role_(poller_, watcher_,
+            [this](bool watched) {
+              const bool bytes_there = watched && !links_.before_sleep();
+              const bool soon = copies_.under_way() || !failures_.next_deadline().is_never();
+              return DriverRole::Leftover{links_.anything_outgoing() || bytes_there, soon};
+            }),
       groups_(role_),
       threads_(role_),
-      links_(rank, std::move(peers), options_, role_, poller_, link_events(),
+      links_(rank, std::move(peers), options_, role_, {&poller_, &watcher_}, link_events(),
              {.lost = [this](int peer, const Error& error) { failures_.on_lost(peer, error); },
               .broken = [this](int peer, const ConnectionBroken& error) { healing_.on_broken(peer, error); },
               .silent = [this](int peer) { healing_.on_silent(peer); }}),
@@ -194,6 +199,8 @@ std::shared_ptr<Work> Engine::submit(uint64_t group_id, Submission submission) {
                                           std::move(submission.on_done));
   in_flight.moved_at = in_flight.asked_at = now;
   if (!group->rests) in_flight.record = recorder_.begin(group_id, identity, now, submission.call_site);
+  in_flight.rests = group->rests && submission.operation->point_to_point() != nullptr &&
+                    !submission.operation->point_to_point()->sends;
   in_flight.operation = std::move(submission.operation);
   in_flight.keep_alive = std::move(submission.keep_alive);
   in_flight.deadline = group->rests ? Deadline::never() : Deadline::after_ms(submission.timeout_ms, now);
@@ -210,23 +217,7 @@ void Engine::wait(Work& work, Deadline deadline) {
     std::optional<ProgramThreads::Waiting> waiting;
     if (deadline.is_never()) waiting.emplace(threads_, lock, work);
     while (!work.finished()) {
-      if (!role_.held()) {
-        role_.drive(lock, [&] {
-          try {
-            progress_.drive(&work, deadline, options_.spin_us);
-          } catch (const Error& error) {
-            if (error.kind() != ErrorKind::kSystem) throw;
-            break_down(error.what());
-          } catch (const std::bad_alloc& error) {
-            break_down(error.what());
-          }
-        });
-      } else if (!role_.wait_for_change(lock, std::chrono::milliseconds(deadline.remaining_ms(kInterruptMs))) &&
-                 options_.check_interrupt) {
-        lock.unlock();
-        options_.check_interrupt();
-        lock.lock();
-      }
+      drive_until(lock, [&work] { return work.finished(); }, deadline);
       if (!work.finished() && deadline.expired()) {
         ErrorContext context;
         links_.peers().self().fill_self(context);
@@ -245,6 +236,46 @@ void Engine::wait(Work& work, Deadline deadline) {
   if (work.failed()) std::rethrow_exception(work.error());
 }
 
+// Once, or waits for the thread that drives.
+void Engine::drive_until(MutexLock& lock, const Progress::Over& over, Deadline deadline) {
+  if (!role_.held()) {
+    role_.drive(lock, [&] {
+      try {
+        progress_.drive(over, deadline, options_.spin_us);
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::kSystem) throw;
+        break_down(error.what());
+      } catch (const std::bad_alloc& error) {
+        break_down(error.what());
+      }
+    });
+  } else if (!role_.wait_for_change(lock, std::chrono::milliseconds(deadline.remaining_ms(kInterruptMs))) &&
+             options_.check_interrupt) {
+    lock.unlock();
+    options_.check_interrupt();
+    lock.lock();
+  }
+}
+
+bool Engine::wait_until(const Progress::Over& over, Deadline deadline) {
+  if (fork_generation() != generation_) throw forked_error();
+  MutexLock lock(role_.mutex());
+  while (!over()) {
+    if (role_.closed() || broken_ || deadline.expired()) return false;
+    drive_until(lock, over, deadline);
+  }
+  return true;
+}
+
+void Engine::move_on() {
+  if (fork_generation() != generation_) throw forked_error();
+  MutexLock lock(role_.mutex());
+  if (role_.held())
+    role_.wake();
+  else if (!role_.closed())
+    role_.drive(lock, [this] { progress_.move_on(); });
+}
+
 void Engine::run_communication_thread() {
   MutexLock lock(role_.mutex());
   for (;;) {
@@ -252,12 +283,20 @@ void Engine::run_communication_thread() {
     if (turn == DriverRole::Turn::kEnd) return;
     role_.drive(lock, [&] {
       try {
-        turn == DriverRole::Turn::kLook ? progress_.look_at_all() : progress_.drive(nullptr, Deadline::never(), 0);
+        switch (turn) {
+          case DriverRole::Turn::kLook:
+            return progress_.look_at_all();
+          case DriverRole::Turn::kWatch:
+            return progress_.look_for_events();
+          default:
+            return progress_.drive(nullptr, Deadline::never(), 0);
+        }
       } catch (const std::exception& error) {
         break_down(error.what());
       }
     });
-    if (broken_) return;
+    if (broken_) return role_.stop_watching();
+    if (turn == DriverRole::Turn::kWatch) role_.watch(lock);
   }
 }
 
@@ -377,8 +416,7 @@ void Engine::shut_down() {
     // A caller may keep a Work, and with it this engine, for long: the descriptors are closed now.
     links_.close();
     MutexLock lock(role_.mutex());
-    poller_.close();
-    role_.close();
+    role_.close(lock);
   });
   diagnosis_.stop();
   diagnosis_.join();

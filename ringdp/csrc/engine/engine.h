@@ -79,6 +79,12 @@ class Engine {
   // The group's first failure; null if it has none or was removed.
   std::exception_ptr failure_of(uint64_t group) const;
 
+  // Waits until `over`, which an operation of this engine brings about: driven by this thread, as in `wait`. False: the
+  // deadline has passed.
+  bool wait_until(const Progress::Over& over, Deadline deadline);
+  // Sends what operations submitted with `caller_waits` have to send, as far as there is room now.
+  void move_on();
+
   // For other waiting threads: runs the options' interrupt check, which may throw.
   void check_interrupt() const {
     if (options_.check_interrupt) options_.check_interrupt();
@@ -110,6 +116,7 @@ class Engine {
  private:
   void say_bye();  // by the driver
   LinkEvents link_events();
+  void drive_until(MutexLock& lock, const Progress::Over& over, Deadline deadline) RINGDP_REQUIRES(role_.mutex());
   void break_down(const std::string& why);  // driving has thrown: fails everything
 
   const unsigned generation_ = fork_generation();
@@ -119,6 +126,7 @@ class Engine {
   OperationRecorder recorder_;
   Diagnosis diagnosis_;
   Poller poller_;
+  Poller watcher_;
   DriverRole role_;
   GroupTable groups_;
   ProgramThreads threads_;

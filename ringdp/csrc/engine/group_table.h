@@ -110,6 +110,7 @@ struct InFlight {
   std::optional<uint64_t> callback;  // that issued it
   Deadline deadline = Deadline::never();
   int64_t timeout_ms = 0;
+  bool rests = false;                          // a receive of a group that rests
   uint64_t progress = 0;                       // at moved_at
   Clock::time_point moved_at;                  // the time of the call, then of the last byte
   Clock::time_point asked_at;                  // of the last pings about it

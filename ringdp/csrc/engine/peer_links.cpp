@@ -14,13 +14,17 @@ int bell_of(Channel& channel) { return channel.direct() != nullptr ? channel.dir
 
 void ChannelWatch::add(Channel& channel, int peer) {
   writing_[static_cast<std::size_t>(peer)] = 0;
-  poller_.add(channel.poll_fd(), static_cast<uint32_t>(peer));
-  if (const int bell = bell_of(channel); bell >= 0) poller_.add_bell(bell, static_cast<uint32_t>(peer));
+  for (Poller* poller : pollers_) {
+    poller->add(channel.poll_fd(), static_cast<uint32_t>(peer));
+    if (const int bell = bell_of(channel); bell >= 0) poller->add_bell(bell, static_cast<uint32_t>(peer));
+  }
 }
 
 void ChannelWatch::remove(Channel& channel) {
-  poller_.remove(channel.poll_fd());
-  if (const int bell = bell_of(channel); bell >= 0) poller_.remove(bell);
+  for (Poller* poller : pollers_) {
+    poller->remove(channel.poll_fd());
+    if (const int bell = bell_of(channel); bell >= 0) poller->remove(bell);
+  }
 }
 
 void ChannelWatch::follow(std::span<const std::unique_ptr<Link>> links) {
@@ -29,7 +33,7 @@ void ChannelWatch::follow(std::span<const std::unique_ptr<Link>> links) {
     int peer = link->peer().rank;
     if (link->wants_write() == static_cast<bool>(writing_[peer])) continue;
     writing_[peer] = link->wants_write();
-    poller_.want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
+    pollers_[0]->want_write(link->channel().poll_fd(), static_cast<uint32_t>(peer), link->wants_write());
   }
 }
 
@@ -45,10 +49,10 @@ constexpr int64_t kHealGraceMs = 2000;  // for the connecting thread to report t
 }  // namespace
 
 PeerLinks::PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role,
-                     Poller& poller, const LinkEvents& link_events, Events events)
+                     std::array<Poller*, 2> pollers, const LinkEvents& link_events, Events events)
     : peers_(rank, peers),
       role_(role),
-      watch_(poller, peers.size()),
+      watch_(pollers, peers.size()),
       wrap_channel_(options.wrap_channel),
       events_(std::move(events)),
       heal_ms_(options.heal_connection ? options.heal_ms : 0),
@@ -188,6 +192,7 @@ bool PeerLinks::anything_outgoing() const {
 // from which an operation expects bytes.
 bool PeerLinks::before_sleep() {
   watch_.follow(links_);
+  asleep_ = true;
   bool quiet = true;
   for (auto& link : all()) {
     if (!link || link->direct() == nullptr || link->broken() || link->departed()) continue;
@@ -199,6 +204,7 @@ bool PeerLinks::before_sleep() {
 }
 
 void PeerLinks::after_sleep() {
+  if (!std::exchange(asleep_, false)) return;
   for (auto& link : all())
     if (link && link->direct() != nullptr) link->direct()->after_sleep();
 }

@@ -8,6 +8,7 @@
 // PeerTable: the identities of the ranks of the world. Owned by PeerLinks, made once and never changed; any thread.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -46,16 +47,17 @@ class PeerTable {
 
 class ChannelWatch {
  public:
-  ChannelWatch(Poller& poller, std::size_t peers) : poller_(poller), writing_(peers, 0) {}
+  // Room is polled for by the first one.
+  ChannelWatch(std::array<Poller*, 2> pollers, std::size_t peers) : pollers_(pollers), writing_(peers, 0) {}
 
   void add(Channel& channel, int peer);
   void remove(Channel& channel);
   // `links` by place in the world: from now on polls exactly the full ones for room to write.
   void follow(std::span<const std::unique_ptr<Link>> links);
-  const std::vector<Poller::Event>& look() { return poller_.wait(0); }  // without sleeping
+  const std::vector<Poller::Event>& look() { return pollers_[0]->wait(0); }  // without sleeping
 
  private:
-  Poller& poller_;
+  const std::array<Poller*, 2> pollers_;
   std::vector<char> writing_;  // by peer: watched for room to write
 };
 
@@ -69,9 +71,9 @@ class PeerLinks final : public FlowCarrier {
     std::function<void(int peer)> silent;  // `check_hosts` has found that its host has not answered for a while
   };
 
-  // Peers without a channel are connected later.
-  PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role, Poller& poller,
-            const LinkEvents& link_events, Events events);
+  // Peers without a channel are connected later. `pollers`: see DriverRole.
+  PeerLinks(int rank, std::vector<MeshPeer> peers, const EngineOptions& options, const DriverRole& role,
+            std::array<Poller*, 2> pollers, const LinkEvents& link_events, Events events);
 
   const PeerTable& peers() const { return peers_; }
 
@@ -118,7 +120,7 @@ class PeerLinks final : public FlowCarrier {
   bool send_all();
   bool anything_outgoing() const;
 
-  // Around a sleep in the poller. False: a direct channel has bytes, do not sleep.
+  // Around a sleep in the poller. False: a direct channel has bytes, do not sleep. Both may be called again.
   bool before_sleep();
   void after_sleep();
   Clock::time_point next_send() const;  // when the rate limit allows the next send; max(): it delays none
@@ -147,6 +149,7 @@ class PeerLinks final : public FlowCarrier {
   // limiter the links take turns.
   std::size_t first_ RINGDP_GUARDED_BY(role_);
   bool some_streams_ = false;  // not all links are direct; the driver's
+  bool asleep_ = false;        // between these two; the driver's
   Clock::time_point next_host_check_ RINGDP_GUARDED_BY(role_){};
 };
 

@@ -42,11 +42,12 @@ Progress::Progress(DriverRole& role, Poller& poller, GroupTable& groups, PeerLin
 void Progress::submit(const GroupPtr& group, InFlight in_flight, bool caller_waits) {
   role_.mutex().assert_held();
   inbox_.emplace_back(group, std::move(in_flight));
-  role_.operation_began(caller_waits);
+  role_.operation_began(caller_waits, inbox_.back().second.rests);
 }
 
-void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
+void Progress::drive(const Over& over, Deadline deadline, int64_t spin_us) {
   role_.assert_held();
+  links_.after_sleep();
   const FloatModeScope float_mode;
   auto last_move = Clock::now();
   bool spinning = spin_us > 0;
@@ -54,7 +55,7 @@ void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     take_inbox();
     bool moved = advance_groups();
     moved |= copies_.look();
-    if (until != nullptr ? until->finished() : groups_.busy().empty() && !links_.anything_outgoing()) return;
+    if (over ? over() : working_ == 0 && !links_.anything_outgoing()) return;
     moved |= links_.pump();
     failures_.report();
     stalls_.answer();
@@ -70,10 +71,33 @@ void Progress::drive(const Work* until, Deadline deadline, int64_t spin_us) {
     }
     if (spinning && poll_on(last_move + std::chrono::microseconds(spin_us))) continue;
     check_deadlines();
-    if (deadline.expired() || (until != nullptr && until->finished())) return;
-    sleep(until, deadline);
+    if (deadline.expired() || (over && over())) return;
+    sleep(over, deadline);
     spinning = false;
   }
+}
+
+void Progress::move_on() {
+  role_.assert_held();
+  const FloatModeScope float_mode;
+  links_.after_sleep();
+  for (bool moved = true; moved;) {
+    take_inbox();
+    moved = advance_groups();
+    moved |= copies_.look();
+    moved |= links_.pump();
+    failures_.report();
+    stalls_.answer();
+  }
+}
+
+void Progress::look_for_events() {
+  role_.assert_held();
+  role_.will_watch();
+  links_.after_sleep();
+  links_.poll();
+  move_on();
+  check_deadlines();
 }
 
 void Progress::look_at_all() {
@@ -120,6 +144,7 @@ void Progress::take_inbox() {
   }
   for (auto& [group, in_flight] : arrived) {
     copies_.add(in_flight.operation->staging().get());
+    if (!in_flight.rests) ++working_;
     if (auto failure = groups_.failure_of(*group)) {
       finish(in_flight, failure);
       continue;
@@ -236,6 +261,8 @@ void Progress::conclude(InFlight& in_flight) {
 
 void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
   recorder_.end(in_flight.record, error != nullptr);
+  const bool rests = in_flight.rests;
+  if (!rests) --working_;
   std::shared_ptr<Work> work = std::move(in_flight.work);
   auto on_done = std::move(work->on_done_);
   // The last holder of a tensor may need Python's lock, for which the driver must never wait. So a completion thread
@@ -247,7 +274,7 @@ void Progress::finish(InFlight& in_flight, const std::exception_ptr& error) {
   {
     MutexLock lock(role_.mutex());
     work->finish(error, on_done ? nullptr : std::move(buffers));
-    role_.operation_ended();
+    role_.operation_ended(rests);
   }
   const int lane = work->lane();
   const uint64_t group = work->group(), sequence = work->sequence();
@@ -265,7 +292,7 @@ void Progress::set_timer() {
   if (next != Clock::time_point::max()) poller_.wake_at(next);
 }
 
-void Progress::sleep(const Work* until, Deadline deadline) {
+void Progress::sleep(const Over& over, Deadline deadline) {
   set_timer();
   {
     MutexLock lock(role_.mutex());
@@ -281,7 +308,7 @@ void Progress::sleep(const Work* until, Deadline deadline) {
   links_.after_sleep();
   links_.serve(events);
   failures_.report();
-  if (until == nullptr || !options_.check_interrupt) return;
+  if (!over || !options_.check_interrupt) return;
   const auto period = events.empty() ? std::chrono::milliseconds(kSleepMs) : kBusyCheckPeriod;
   if (const auto now = Clock::now(); now - interrupt_check_ >= period) {
     interrupt_check_ = now;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -36,9 +37,14 @@ class Progress {
   // Takes the operations submitted since the last call, and runs the requests of other threads.
   void take_inbox();
 
-  // Drives until the work is done or the deadline has passed; without a work, until no work is left. `spin_us`: how
-  // long it polls before it sleeps. May throw an exception of the interrupt check.
-  void drive(const Work* until, Deadline deadline, int64_t spin_us);
+  // Drives until `over`, or until the deadline has passed; without it, until no work is left but resting operations.
+  // `spin_us`: how long it polls before it sleeps. May throw an exception of the interrupt check.
+  using Over = std::function<bool()>;
+  void drive(const Over& over, Deadline deadline, int64_t spin_us);
+  // Moves what can be moved, without waiting.
+  void move_on();
+  // The same after events of the poller, for a thread that will wait for the next ones (DriverRole::watch).
+  void look_for_events();
   // Looks once at all links and operations, as a thread when no other drives, or as a driver that polls only some
   // links.
   void look_at_all();
@@ -56,7 +62,7 @@ class Progress {
   bool retire(GroupState& group);
   void conclude(InFlight& in_flight);
   void finish(InFlight& in_flight, const std::exception_ptr& error);
-  void sleep(const Work* until, Deadline deadline) RINGDP_REQUIRES(role_);
+  void sleep(const Over& over, Deadline deadline) RINGDP_REQUIRES(role_);
   void set_timer();
   void check_deadlines();
   Deadline next_deadline() const;
@@ -74,9 +80,10 @@ class Progress {
   MessageMatching messages_;
   ScratchPool scratch_ RINGDP_GUARDED_BY(role_);
   std::vector<std::pair<GroupPtr, InFlight>> inbox_ RINGDP_GUARDED_BY(role_.mutex());
-  Clock::time_point crowded_until_ RINGDP_GUARDED_BY(role_){};    // another process uses this core: no polling before
-  int yields_used_ RINGDP_GUARDED_BY(role_) = 0;                  // in a row, by another process
-  unsigned turns_ RINGDP_GUARDED_BY(role_) = 0;                   // rounds of the driver, whichever thread it was
+  Clock::time_point crowded_until_ RINGDP_GUARDED_BY(role_){};  // another process uses this core: no polling before
+  int yields_used_ RINGDP_GUARDED_BY(role_) = 0;                // in a row, by another process
+  std::size_t working_ RINGDP_GUARDED_BY(role_) = 0;  // operations taken from the inbox, without those that rest
+  unsigned turns_ RINGDP_GUARDED_BY(role_) = 0;       // rounds of the driver, whichever thread it was
   Clock::time_point interrupt_check_ RINGDP_GUARDED_BY(role_){};  // the last one of a sleeping driver
 };
 
