@@ -45,6 +45,7 @@ LIMITS: Mapping[str, str] = {
     "of a tree: largest 64/n times the size",
     "flat_broadcast_bytes": "largest broadcast that its root sends to every rank itself",
     "direct_gather_bytes": "largest block of an all-gather that each rank sends to every other itself",
+    "halving_rank_bytes": "largest all-reduce by halving, in bytes for each rank",
     "pairwise_bytes": "largest all-reduce of wider types than float16 that goes in pairs and not round a ring",
     "exact_bucket_bytes": "largest bucket of gradients, before encoding, that is sent exactly where a codec was chosen",
     "far_round_trip_us": "round trip between hosts, in microseconds, from which on all of them go in pairs",

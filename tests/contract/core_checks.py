@@ -14,6 +14,7 @@ from tests.contract.reduction_order import (
     FLOATING,
     HALF,
     Array,
+    in_halving_order,
     in_rank_order,
     in_ring_order,
     in_tree_order,
@@ -130,6 +131,13 @@ def takes_tree(ranks: World, table: Mapping[str, int], case: Case) -> bool:
     return not goes_direct(ranks.size, table) and case.count * itemsize(case.dtype) <= limit // 64 * ranks.size
 
 
+def takes_halving(ranks: World, table: Mapping[str, int], case: Case) -> bool:
+    """Whether an all-reduce above those of a tree or a fold is one by halving."""
+    if takes_tree(ranks, table, case) or takes_fold(ranks.size, table, case):
+        return False
+    return case.count * itemsize(case.dtype) // ranks.size < table.get("halving_rank_bytes", 0)
+
+
 def shares_hosts(ranks: World) -> bool:
     """Whether there are several hosts, and several ranks on one of them."""
     return 1 < len(set(ranks.hosts)) < ranks.size
@@ -151,6 +159,8 @@ def takes_two_levels(ranks: World, table: Mapping[str, int], case: Case) -> bool
 def documented_algorithm(ranks: World, table: Mapping[str, int], case: Case) -> str:
     """Which algorithm reduces all by the table and the map of hosts."""
     several = shares_hosts(ranks)
+    if takes_halving(ranks, table, case):
+        return "halving"
     if takes_tree(ranks, table, case):
         return "tree"
     if takes_two_levels(ranks, table, case) or (several and not goes_direct(ranks.size, table)):
@@ -166,6 +176,7 @@ ORDERS: dict[str, Callable[[Sequence[Array], str, str, Sequence[int]], Array]] =
     "pairwise": lambda inputs, dtype, op, hosts: in_rank_order(inputs, dtype, op),
     "ring": lambda inputs, dtype, op, hosts: in_ring_order(inputs, dtype, op),
     "tree": lambda inputs, dtype, op, hosts: in_tree_order(inputs, dtype, op),
+    "halving": in_halving_order,
     "two_level": in_two_levels,
 }
 

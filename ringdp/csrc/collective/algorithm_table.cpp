@@ -93,6 +93,11 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes) {
          bytes <= (world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / others);
 }
 
+bool fits_halving(const AlgorithmTable& table, int world, std::size_t bytes) {
+  const bool in_pairs = goes_direct(table, world) && bytes <= table.pairwise_bytes;
+  return !in_pairs && bytes / static_cast<std::size_t>(world) < table.halving_rank_bytes;
+}
+
 Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
                             bool rank_order) {
   return find_all_reduce({table, hosts, dtype, bytes, rank_order}).id;
@@ -133,6 +138,7 @@ constexpr Limit kLimits[] = {
     {"direct_gather_bytes", &AlgorithmTable::direct_gather_bytes},
     {"direct_ranks", &AlgorithmTable::direct_ranks},
     {"far_round_trip_us", &AlgorithmTable::far_round_trip_us},
+    {"halving_rank_bytes", &AlgorithmTable::halving_rank_bytes},
     {"pairwise_bytes", &AlgorithmTable::pairwise_bytes},
     {"exact_bucket_bytes", &AlgorithmTable::exact_bucket_bytes},
 };

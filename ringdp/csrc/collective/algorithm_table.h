@@ -49,6 +49,8 @@ struct AlgorithmTable {
   // If the round trip between hosts takes so many microseconds or more, collectives that would be rings are direct
   // exchanges instead, at any size (`tables_for`).
   std::size_t far_round_trip_us = 5000;
+  // Largest all-reduce by halving, for each rank.
+  std::size_t halving_rank_bytes = 0;
   // Largest pairwise all-reduce of types other than half types, in place of a ring.
   std::size_t pairwise_bytes = 0;
   // Largest bucket of gradients that is sent exactly where a codec was chosen for it: on a fast link the codec takes
@@ -77,9 +79,10 @@ AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us)
 
 // Whether small collectives of that many members are direct. Always for two.
 bool goes_direct(const AlgorithmTable& table, int world);
-// Whether a buffer of that many bytes is reduced along a tree, or by a fold; at most one of the two.
+// Whether a buffer of that many bytes is reduced along a tree, by a fold, or by halving; at most one of the first two.
 bool fits_tree(const AlgorithmTable& table, int world, std::size_t bytes);
 bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes);
+bool fits_halving(const AlgorithmTable& table, int world, std::size_t bytes);
 
 // `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.

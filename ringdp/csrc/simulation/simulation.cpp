@@ -65,6 +65,8 @@ double Simulation::messages(const SimulatedNetwork& network, const SimulatedCall
   switch (call.algorithm) {
     case Algorithm::kTree:
       return 2 * (n - 1) * pieces(size, kBlock);
+    case Algorithm::kHalving:
+      return 2 * n * (std::ceil(std::log2(n)) + pieces(size, kBlock));
     case Algorithm::kFold:
       return n * (n - 1) * pieces(size, kBlock);
     case Algorithm::kPairwise:

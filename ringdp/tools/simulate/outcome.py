@@ -107,7 +107,7 @@ def choice(place: Place, size_bytes: int, dtype: str, tuning: Tuning) -> str:
 
 def candidates(place: Place, dtype: str) -> list[str]:
     """The all-reduces that can reduce this type there."""
-    found = ["tree", "fold", "pairwise"]
+    found = ["tree", "fold", "halving", "pairwise"]
     if dtype not in HALF_TYPES:
         found.append("ring")
     if place.layout == "several_ranks_per_host":
