@@ -154,10 +154,8 @@ def in_tree_order(inputs: Sequence[Array], dtype: str, op: str, root: int = 0) -
 
 def in_halving_order(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:
     """The sums of a halving, block by block: of the ranks of each host, then of the hosts; half types in float32,
-    rounded once. Hosts with unequal numbers of ranks do not count: every rank is one."""
+    rounded once. Hosts have as many ranks each."""
     members = [[rank for rank, it in enumerate(hosts) if it == host] for host in dict.fromkeys(hosts)]
-    if len({len(ranks) for ranks in members}) > 1:
-        members = [[rank] for rank in range(len(inputs))]
     half, places, count = dtype in HALF, len(members[0]), len(members)
     wide = "float32" if half else dtype
     result = inputs[0].copy()

@@ -1,5 +1,5 @@
-"""All-reduce by recursive halving and doubling: its order to the bit for any number of ranks, who talks to whom, what is
-sent, and who hears of trouble. Every type and reduction, and faulty networks: test_collectives_core.py."""
+"""All-reduce by recursive halving and doubling: its order to the bit for any number of ranks, who talks to whom, what
+is sent, and who hears of trouble. Every type and reduction, and faulty networks: test_collectives_core.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from ringdp.errors import MismatchError, PeerLostError, RingError
 from tests.contract.core_checks import Case, check_all_reduce
-from tests.contract.core_ranks import HALVING, World, close_worlds, core, world
+from tests.contract.core_ranks import HALVING, MANY, World, close_worlds, core, world
 from tests.contract.reduction_order import (
     Array,
     in_halving_order,
@@ -25,6 +25,7 @@ from tests.contract.reduction_order import (
 )
 
 BOUND_S = 3.0
+HALVING_ALL = {**HALVING, **MANY}  # of half types as well, between three hosts and more
 BLOCK = 128 * 1024 // 4  # elements of a block of sums
 
 
@@ -54,26 +55,26 @@ def test_any_number_of_ranks(size: int) -> None:
         Case(("float32", "bfloat16")[i % 2], ("SUM", "AVG")[i // 2 % 2], count, i) for i, count in enumerate(counts)
     ]
     for hosts in ((0,) * size, tuple(range(size))):
-        check_all_reduce(world(size, hosts), HALVING, cases)
+        check_all_reduce(world(size, hosts), HALVING_ALL, cases)
 
 
 @pytest.mark.parametrize(
-    "hosts", [(0, 0, 0, 1, 1, 1, 2, 2, 2), (0, 1, 2, 0, 1, 2), (0, 0, 0, 0, 0, 1, 1, 1, 1, 1), (0, 1, 1)]
+    "hosts", [(0, 0, 0, 1, 1, 1, 2, 2, 2), (0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2, 3, 3, 4, 4), (0, 0, 0, 0, 1, 1, 1, 1)]
 )
 def test_several_ranks_on_hosts(hosts: tuple[int, ...]) -> None:
     cases = [Case(dtype, "AVG", count, 1) for dtype in ("float32", "float16") for count in (1, 31, 1000, 50_021)]
-    check_all_reduce(world(len(hosts), hosts), HALVING, cases)
+    check_all_reduce(world(len(hosts), hosts), HALVING_ALL, cases)
 
 
 @pytest.mark.parametrize("size", (2, 3, 5))
 def test_sums_that_wait_wrap_around_their_room(size: int) -> None:
     cases = [Case(dtype, "SUM", size * 5 * BLOCK + 7, 3) for dtype in ("float32", "bfloat16")]
-    check_all_reduce(world(size), HALVING, cases)
+    check_all_reduce(world(size, tuple(range(size))), HALVING_ALL, cases)
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 def test_a_watched_one_finds_what_is_not_finite(dtype: str) -> None:
-    ranks = world(7)
+    ranks = world(7, tuple(range(7)))
     for culprit in range(7):
         for place in (0, 16 * culprit, 299):
             buffers = [narrow(np.ones(300), dtype) for _ in range(7)]
@@ -84,7 +85,7 @@ def test_a_watched_one_finds_what_is_not_finite(dtype: str) -> None:
                 work.wait()
                 return report.finite, report.own
 
-            found = ranks.run(body, HALVING)
+            found = ranks.run(body, HALVING_ALL)
             assert found == [(False, (0, place) if rank == culprit else None) for rank in range(7)]
 
 
@@ -96,7 +97,7 @@ def test_many_ranks_use_few_pairs_and_send_as_little_as_a_ring() -> None:
     size, count = 17, 17 * 16 * 100
     ranks = world(size)
     before = sent(ranks)
-    check_all_reduce(ranks, HALVING, [Case("float32", "SUM", count, 1)])
+    check_all_reduce(ranks, HALVING_ALL, [Case("float32", "SUM", count, 1)])
     told = sent(ranks) - before
     near = {
         (rank, (rank + sign * step) % size) for rank in range(size) for step in (1, 2, 4, 8, 16) for sign in (1, -1)
@@ -111,7 +112,7 @@ def test_a_host_sends_the_buffer_twice_at_most_however_many_ranks_it_has() -> No
     hosts, count = (0, 1, 2) * 3, 9 * 16 * 100
     ranks = world(len(hosts), hosts)
     before = sent(ranks)
-    check_all_reduce(ranks, HALVING, [Case("float32", "SUM", count, 1)])
+    check_all_reduce(ranks, HALVING_ALL, [Case("float32", "SUM", count, 1)])
     told = sent(ranks) - before
     for host in range(3):
         inside = np.array(hosts) == host
@@ -124,7 +125,7 @@ def test_ranks_that_call_something_else_are_told() -> None:
 
     def rank(me: int) -> RingError | None:
         group = core.Group(
-            ranks.runtimes[me], "halving and another", list(range(6)), timeout_ms=10_000, table=dict(HALVING)
+            ranks.runtimes[me], "halving and another", list(range(6)), timeout_ms=10_000, table=dict(HALVING_ALL)
         )
         group.barrier().wait()
         found = None
@@ -164,7 +165,7 @@ def test_a_rank_that_leaves_in_the_middle(victim: int) -> None:
         return str(caught.value)
 
     try:
-        told = ranks.run(body, HALVING)
+        told = ranks.run(body, HALVING_ALL)
     finally:
         ranks.close()
     assert all(f"rank {victim} (host " in words for rank, words in enumerate(told) if rank != victim)

@@ -32,14 +32,10 @@ Halving::Halving(GroupView group, OperationShape shape, std::string name, std::s
   if (Chunks(memory.size(), group_.size, element_bytes_).size(group_.size - 1) == 0) announces_to_neighbours();
 }
 
-// Block a·h + b belongs to the rank with place a on host b, of h hosts. Without as many ranks on each host every rank
-// counts as a host.
+// Block a·h + b belongs to the rank with place a on host b, of h hosts.
 void Halving::lay_out() {
   const HostMap hosts(group_);
-  const bool even = std::all_of(hosts.members.begin(), hosts.members.end(),
-                                [&](const auto& members) { return static_cast<int>(members.size()) == hosts.most; });
-  const int m = even ? hosts.most : 1, h = group_.size / m;
-  const int place = even ? hosts.place : 0, host = even ? hosts.here : group_.rank, own = place * h;
+  const int m = hosts.most, h = hosts.count(), place = hosts.place, host = hosts.here, own = place * h;
   const Chunks blocks(memory_.size(), group_.size, element_bytes_);
   const auto part = [&](int first, int upto) {
     return memory_.subspan(blocks.begin(first), blocks.begin(upto) - blocks.begin(first));
@@ -54,7 +50,6 @@ void Halving::lay_out() {
     return part(first, first + before_end).size() + part(from, from + wanted - before_end).size();
   };
   const auto member_at = [&](int at_place, int at_host) {
-    if (!even) return at_host;
     return hosts.members[static_cast<std::size_t>(at_host)][static_cast<std::size_t>(at_place)];
   };
   const auto add_step = [&](const Scattered& order, int ahead, int behind, auto size, int distance, int end) {
@@ -267,14 +262,12 @@ void Halving::go_on() {
   }
 }
 
-const AllReduceAlgorithm kHalvingAllReduce{Algorithm::kHalving,
-                                           [](const AllReduceRequest& request) {
-                                             return !request.rank_order &&
-                                                    fits_halving(request.table, request.world(), request.bytes);
-                                           },
-                                           [](const GroupView& group, const OperationShape& shape, std::string name,
-                                              std::span<std::byte> memory) -> std::unique_ptr<Operation> {
-                                             return std::make_unique<Halving>(group, shape, std::move(name), memory);
-                                           }};
+const AllReduceAlgorithm kHalvingAllReduce{
+    Algorithm::kHalving,
+    [](const AllReduceRequest& request) {
+      return !request.rank_order && fits_halving(request.table, request.hosts, request.dtype, request.bytes);
+    },
+    [](const GroupView& group, const OperationShape& shape, std::string name, std::span<std::byte> memory)
+        -> std::unique_ptr<Operation> { return std::make_unique<Halving>(group, shape, std::move(name), memory); }};
 
 }  // namespace ringdp

@@ -4,9 +4,9 @@
 // rank still holds to the member `ahead`, at the step's distance, and adds what the member `behind` gives to the
 // nearer part, until it holds the sum of its own block; then the same steps backwards bring the results. 2 ceil(log2 n)
 // steps, 2(n-1)/n of the buffer sent by each rank, to members at ±2^k alone.
-// Hosts with as many ranks each have two levels of this: first the ranks of a host, whose number in it is their place,
-// then, with a block of the buffer for each place, the hosts. So 2(h-1)/h of the buffer leave a host, however many
-// ranks it has, in 2 ceil(log2 h) steps. Sums of half types travel as float32 and are rounded once, by the block's
+// All hosts have as many ranks. There are two levels of this: first the ranks of a host, whose number in it is their
+// place, then, with a block of the buffer for each place, the hosts. So 2(h-1)/h of the buffer leave a host, however
+// many ranks it has, in 2 ceil(log2 h) steps. Sums of half types travel as float32 and are rounded once, by the block's
 // owner. The order of additions depends on the numbers of ranks and hosts, the count and the type only
 // (docs/reference/algorithms.md). Owner and thread: as every Operation (operation.h).
 //
@@ -26,7 +26,7 @@ namespace ringdp {
 
 class Halving final : public Operation {
  public:
-  // All-reduce: `memory` in place.
+  // All-reduce of two ranks and more: `memory` in place.
   Halving(GroupView group, OperationShape shape, std::string name, std::span<std::byte> memory);
 
   std::span<const std::byte> outgoing(SendFlow& flow, uint64_t offset, std::size_t max) override;
