@@ -13,6 +13,7 @@ table against the model; ``python -m ringdp bench --explain`` prints both.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ringdp.errors import InvalidArgumentError
@@ -132,8 +133,14 @@ def work(algorithm: str, place: HostLayout, size_bytes: int, *, dtype: str = "fl
 
 def candidates(place: HostLayout, dtype: str) -> Sequence[str]:
     """The algorithms that may reduce this type in this place; a fold or a tree, as the built-in table has it."""
-    found = ["fold" if place.ranks <= DIRECT_RANKS else "tree", "pairwise" if dtype in HALF_TYPES else "ring"]
-    if len(place.per_host) > 1 and max(place.per_host) > 1:
+    direct, half = place.ranks <= DIRECT_RANKS, dtype in HALF_TYPES
+    several, most = len(place.per_host) > 1, max(place.per_host)
+    found = ["fold" if direct else "tree", "pairwise" if half else "ring"]
+    if direct and several and most == 1 and not half:
+        found.append("pairwise")
+    if min(place.per_host) == most and (not half or len(place.per_host) > DIRECT_RANKS):
+        found.append("halving")
+    if several and most > 1:
         found.append("two_level")
     return found
 
@@ -192,6 +199,21 @@ def _two_level(place: HostLayout, size: float) -> Work:
     )
 
 
+def _halving(place: HostLayout, size: float) -> Work:
+    """Recursive halving and doubling, inside hosts with as many ranks each, then between them."""
+    of_hosts, places = len(place.per_host), max(place.per_host)
+    within = 2 * (places - 1) / places * size
+    across = 2 * (of_hosts - 1) / of_hosts * size / places  # of each rank
+    return Work(
+        local_messages=2 * math.ceil(math.log2(places)),
+        remote_messages=2 * math.ceil(math.log2(of_hosts)),
+        local_bytes=within,
+        link_bytes=places * across,
+        added_bytes=(within + across) / 2,
+        rank_bytes=within + across,
+    )
+
+
 def _tree(place: HostLayout, size: float) -> Work:
     """Rank 0 is the root, which sends to each of its children; the awaited bytes are those of the way up."""
     ranks, hosts = place.ranks, place.hosts
@@ -225,4 +247,5 @@ ALGORITHMS: Mapping[str, Callable[[HostLayout, float], Work]] = {
     "pairwise": _pairwise,
     "two_level": _two_level,
     "tree": _tree,
+    "halving": _halving,
 }

@@ -30,12 +30,14 @@ from benchmarks.lib.measure import format_size, format_time, parse_size, table
 NAME = "simulated"
 SIZES = "4k,64k,1m,8m"
 ALWAYS, NEVER = 2**40, 0
+_NO_FOLD = {"fold_two_ranks_bytes": NEVER, "fold_sent_bytes": NEVER}
 TABLES: Mapping[str, Mapping[str, int]] = {
-    "tree": {"direct_ranks": 2, "fold_sent_bytes": ALWAYS},
+    "tree": {"direct_ranks": 2, "fold_sent_bytes": ALWAYS, "halving_rank_bytes": NEVER},
     "fold": {"fold_two_ranks_bytes": ALWAYS, "fold_sent_bytes": ALWAYS, "direct_ranks": 1 << 20},
-    "pairwise": {"fold_two_ranks_bytes": NEVER, "fold_sent_bytes": NEVER, "pairwise_bytes": ALWAYS},
-    "ring": {"fold_two_ranks_bytes": NEVER, "fold_sent_bytes": NEVER},
-    "two_level": {"fold_two_ranks_bytes": NEVER, "fold_sent_bytes": NEVER},
+    "pairwise": {**_NO_FOLD, "pairwise_bytes": ALWAYS},
+    "halving": {**_NO_FOLD, "pairwise_bytes": NEVER, "halving_rank_bytes": ALWAYS},
+    "ring": {**_NO_FOLD, "pairwise_bytes": NEVER, "halving_rank_bytes": NEVER},
+    "two_level": {**_NO_FOLD, "halving_rank_bytes": NEVER},
 }
 """The table that makes an all-reduce take the algorithm; between hosts with several ranks some are not reached."""
 ROUND_TRIP_US = 30.0

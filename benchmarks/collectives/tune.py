@@ -200,7 +200,7 @@ def run_rank(joined: session.Joined) -> None:
     runtime, core = make_runtime(joined.rank, joined.world_size, "tune")
     members = list(range(joined.world_size))
     groups = {
-        "small": core.Group(runtime, "small", members, table=_table(ALWAYS)),
+        "small": core.Group(runtime, "small", members, table={**_table(ALWAYS), "halving_rank_bytes": 0}),
         "large": core.Group(runtime, "large", members, table=_table(NEVER)),
     }
     built_in = core.Group(runtime, "built in", members)

@@ -14,6 +14,7 @@ from tests.contract.reduction_order import (
     FLOATING,
     HALF,
     Array,
+    in_halving_order,
     in_rank_order,
     in_ring_order,
     in_tree_order,
@@ -116,18 +117,46 @@ def expect_close(got: Array, inputs: Sequence[Array], case: Case, what: str) -> 
     assert bool(np.all(error <= bound)), f"{what}: off by {error.max()}"
 
 
-def takes_fold(size: int, table: Mapping[str, int], case: Case) -> bool:
-    """Whether an all-reduce on one host is a fold; written down again, as the order is part of what is promised."""
-    limits = {"fold_two_ranks_bytes": 1024 * 1024, "fold_sent_bytes": 128 * 1024, **table}
-    most = limits["fold_two_ranks_bytes"] if size == 2 else limits["fold_sent_bytes"] // max(1, size - 1)
-    return goes_direct(size, table) and case.count * itemsize(case.dtype) <= most
+# Built in, by layout: written down again, as the order is part of what is promised.
+FOLD_SENT_BYTES = {"one_host": 128 * 1024, "one_rank_per_host": 48 * 1024, "several_ranks_per_host": 24 * 1024}
+HALVING_RANK_BYTES = {"one_host": 4 * 1024, "one_rank_per_host": 512 * 1024, "several_ranks_per_host": 64 * 1024}
+PAIRWISE_BYTES = {"one_host": 0, "one_rank_per_host": 256 * 1024, "several_ranks_per_host": 0}
+
+
+def takes_fold(ranks: World, table: Mapping[str, int], case: Case) -> bool:
+    """Whether an all-reduce or reduce is a fold."""
+    sent_bytes = FOLD_SENT_BYTES[layout_of(ranks)]
+    limits = {"fold_two_ranks_bytes": 1024 * 1024, "fold_sent_bytes": sent_bytes, **table}
+    most = limits["fold_two_ranks_bytes"] if ranks.size == 2 else limits["fold_sent_bytes"] // max(1, ranks.size - 1)
+    return goes_direct(ranks.size, table) and case.count * itemsize(case.dtype) <= most
 
 
 def takes_tree(ranks: World, table: Mapping[str, int], case: Case) -> bool:
     """Whether an all-reduce or reduce of this size goes along a tree."""
-    sent_bytes = (24 if shares_hosts(ranks) else 128) * 1024
-    limit = {"fold_sent_bytes": sent_bytes, **table}["fold_sent_bytes"]
+    limit = {"fold_sent_bytes": FOLD_SENT_BYTES[layout_of(ranks)], **table}["fold_sent_bytes"]
     return not goes_direct(ranks.size, table) and case.count * itemsize(case.dtype) <= limit // 64 * ranks.size
+
+
+def takes_halving(ranks: World, table: Mapping[str, int], case: Case) -> bool:
+    """Whether an all-reduce above those of a tree or a fold is one by halving."""
+    size, layout = case.count * itemsize(case.dtype), layout_of(ranks)
+    limits = {"halving_rank_bytes": HALVING_RANK_BYTES[layout], "pairwise_bytes": PAIRWISE_BYTES[layout], **table}
+    most = limits["halving_rank_bytes"]
+    if ranks.size < 2 or not most or -(-size // ranks.size) > most:
+        return False
+    if case.dtype in HALF and goes_direct(len(set(ranks.hosts)), table):
+        return False
+    if len({ranks.hosts.count(host) for host in ranks.hosts}) > 1:
+        return False
+    if not goes_direct(ranks.size, table):
+        return size > 1024 or not takes_tree(ranks, table, case)
+    return not takes_fold(ranks, table, case) and size > limits["pairwise_bytes"]
+
+
+def layout_of(ranks: World) -> str:
+    if len(set(ranks.hosts)) == 1:
+        return "one_host"
+    return "several_ranks_per_host" if shares_hosts(ranks) else "one_rank_per_host"
 
 
 def shares_hosts(ranks: World) -> bool:
@@ -150,14 +179,17 @@ def takes_two_levels(ranks: World, table: Mapping[str, int], case: Case) -> bool
 
 def documented_algorithm(ranks: World, table: Mapping[str, int], case: Case) -> str:
     """Which algorithm reduces all by the table and the map of hosts."""
-    several = shares_hosts(ranks)
+    if takes_halving(ranks, table, case):
+        return "halving"
     if takes_tree(ranks, table, case):
         return "tree"
-    if takes_two_levels(ranks, table, case) or (several and not goes_direct(ranks.size, table)):
-        return "two_level"
-    if several or takes_fold(ranks.size, table, case):
+    if takes_fold(ranks, table, case):
         return "fold"
-    return "pairwise" if case.dtype in HALF else "ring"
+    if shares_hosts(ranks):
+        return "two_level"
+    most = {"pairwise_bytes": PAIRWISE_BYTES[layout_of(ranks)], **table}["pairwise_bytes"]
+    in_pairs = goes_direct(ranks.size, table) and case.count * itemsize(case.dtype) <= most
+    return "pairwise" if case.dtype in HALF or in_pairs else "ring"
 
 
 # The order in which each algorithm adds up.
@@ -166,6 +198,7 @@ ORDERS: dict[str, Callable[[Sequence[Array], str, str, Sequence[int]], Array]] =
     "pairwise": lambda inputs, dtype, op, hosts: in_rank_order(inputs, dtype, op),
     "ring": lambda inputs, dtype, op, hosts: in_ring_order(inputs, dtype, op),
     "tree": lambda inputs, dtype, op, hosts: in_tree_order(inputs, dtype, op),
+    "halving": in_halving_order,
     "two_level": in_two_levels,
 }
 

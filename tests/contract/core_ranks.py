@@ -21,8 +21,9 @@ Result = TypeVar("Result")
 
 # In bytes; `direct_ranks` stays as it is built in.
 LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
-ALWAYS_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 2**40)
-NEVER_SMALL: Mapping[str, int] = dict.fromkeys(LIMITS, 0)
+ALWAYS_SMALL: Mapping[str, int] = {**dict.fromkeys(LIMITS, 2**40), "halving_rank_bytes": 0}
+NEVER_SMALL: Mapping[str, int] = {**dict.fromkeys(LIMITS, 0), "halving_rank_bytes": 0, "pairwise_bytes": 0}
+HALVING: Mapping[str, int] = {**NEVER_SMALL, "halving_rank_bytes": 2**40}
 BUILT_IN: Mapping[str, int] = {}
 MANY: Mapping[str, int] = {"direct_ranks": 2}
 """Three ranks and more are a large group, in which small collectives use few pairs."""

@@ -152,6 +152,43 @@ def in_tree_order(inputs: Sequence[Array], dtype: str, op: str, root: int = 0) -
         return _from_float32(np.divide(result, np.float32(size)) if op == "AVG" else result, dtype)
 
 
+def in_halving_order(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:
+    """The sums of a halving, block by block: of the ranks of each host, then of the hosts; half types in float32,
+    rounded once. Hosts have as many ranks each."""
+    members = [[rank for rank, it in enumerate(hosts) if it == host] for host in dict.fromkeys(hosts)]
+    half, places, count = dtype in HALF, len(members[0]), len(members)
+    wide = "float32" if half else dtype
+    result = inputs[0].copy()
+
+    def halved(sums: list[Array]) -> Array:
+        """`sums[i]`: of the rank that is i before the owner."""
+        distance = 1 << (len(sums) - 1).bit_length()
+        while distance > 1:
+            distance //= 2
+            for i in range(len(sums) - distance):
+                sums[i] = _combine(sums[i], sums[i + distance], wide, op)
+            del sums[distance:]
+        return sums[0]
+
+    for number, part in enumerate(_chunks(0, len(result), places * count)):
+        place, home = divmod(number, count)
+
+        def of(rank: int, part: slice = part) -> Array:
+            return _to_float32(inputs[rank][part], dtype) if half else inputs[rank][part]
+
+        of_hosts = [
+            halved([of(members[(home - j) % count][(place - i) % places]) for i in range(places)]) for j in range(count)
+        ]
+        total = halved(of_hosts)
+        if half:
+            with np.errstate(all="ignore"):
+                total = _from_float32(np.divide(total, np.float32(len(inputs))) if op == "AVG" else total, dtype)
+        else:
+            total = _divide(total, len(inputs), dtype) if op == "AVG" else total
+        result[part] = total
+    return result
+
+
 def in_two_levels(inputs: Sequence[Array], dtype: str, op: str, hosts: Sequence[int]) -> Array:
     """The sum of each host in rank order, then these, host after host; `hosts[r]` is rank r's, any numbers.
 

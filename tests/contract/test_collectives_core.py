@@ -29,6 +29,7 @@ from tests.contract.core_checks import (
 from tests.contract.core_ranks import (
     ALWAYS_SMALL,
     BUILT_IN,
+    HALVING,
     MANY,
     NEVER_SMALL,
     World,
@@ -53,6 +54,7 @@ FAULTS: Sequence[Mapping[str, int]] = [
 TABLES: Mapping[str, Mapping[str, int]] = {
     "small": ALWAYS_SMALL,
     "large": NEVER_SMALL,
+    "halving": HALVING,
     "many ranks": {**ALWAYS_SMALL, **MANY},
     "built in": BUILT_IN,
     "built in, many ranks": MANY,
@@ -100,10 +102,12 @@ def test_any_mixture(check: Callable[..., None], table: str, layout: str, faults
 
 @pytest.mark.parametrize("check", [check_all_reduce, check_reduce, check_reduce_scatter])
 @pytest.mark.parametrize(
-    ("layout", "table"), [("3", "small"), ("4", "large"), ("6", "many ranks"), ("2+1+1", "large")], ids=str
+    ("layout", "table"),
+    [("3", "small"), ("4", "large"), ("6", "many ranks"), ("2+1+1", "large"), ("5", "halving"), ("3x2", "halving")],
+    ids=str,
 )
 def test_every_type_and_reduction(check: Callable[..., None], layout: str, table: str) -> None:
-    """A fold, a ring, a tree, and two levels."""
+    """A fold, a ring, a tree, two levels, and halving."""
     ranks = on(layout)
     pieces = ranks.size if check is check_reduce_scatter else 1
     for batch in batches(every_pair(ranks.hosts, shift=len(table))):

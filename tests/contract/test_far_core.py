@@ -70,7 +70,7 @@ def test_float32_goes_in_pairs_where_a_round_trip_is_long() -> None:
     with job("abcd", table=FAR) as far:
         assert reduced(far).tobytes() == in_rank_order.tobytes()
         assert reduced(far, "AVG").tobytes() == (in_rank_order / np.float32(4)).tobytes()
-    with job("abcd") as near:
+    with job("abcd", table={"pairwise_bytes": 0, "halving_rank_bytes": 0}) as near:
         ring = reduced(near)
     assert ring.tobytes() != in_rank_order.tobytes()
     np.testing.assert_allclose(ring, in_rank_order, rtol=1e-4, atol=1e-5)
@@ -117,8 +117,8 @@ def test_pairs_may_be_asked_for_at_any_distance() -> None:
         return name
 
     limit = 2**20
-    assert [taken(limit, pairwise_bytes=limit), taken(limit + 4, pairwise_bytes=limit)] == ["pairwise", "ring"]
-    assert taken(limit, pairwise_bytes=limit, direct_ranks=3) == "ring"  # they need a connection for every pair
+    assert [taken(limit, pairwise_bytes=limit), taken(limit + 4, pairwise_bytes=limit)] == ["pairwise", "halving"]
+    assert taken(limit, pairwise_bytes=limit, direct_ranks=3) == "halving"  # they need a connection for every pair
 
 
 @pytest.mark.parametrize("sites", ["AABB", "ABAB", "AAAB"])

@@ -124,17 +124,16 @@ def test_the_choice() -> None:
     def taken(size: int, bytes_: int, **table: int) -> str:
         return str(core.all_reduce_algorithm(size, "float32", bytes_, table=table))
 
-    assert [taken(16, 8 * 1024), taken(17, 8 * 1024)] == ["fold", "tree"]
-    assert [taken(17, 8 * 1024, direct_ranks=17), taken(16, 8 * 1024, direct_ranks=15)] == ["fold", "tree"]
+    assert [taken(16, 1024), taken(17, 1024), taken(17, 1028)] == ["fold", "tree", "halving"]
+    assert [taken(17, 1024, direct_ranks=17), taken(16, 1024, direct_ranks=15)] == ["fold", "tree"]
     limit = 128 * 1024 // 64 * 32
-    assert [taken(32, limit), taken(32, limit + 4)] == ["tree", "ring"]
+    without = {"halving_rank_bytes": 0}
+    assert [taken(32, limit, **without), taken(32, limit + 4, **without)] == ["tree", "ring"]
     assert [taken(2, 4, direct_ranks=0), taken(1, 4, direct_ranks=0)] == ["fold", "fold"]
     assert core.all_reduce_algorithm(32, "bfloat16", limit + 4) == "pairwise"
     hosts = [rank // 4 for rank in range(32)]
-    assert [core.all_reduce_algorithm(32, "float32", size, hosts=hosts) for size in (12_288, 12_292)] == [
-        "tree",
-        "two_level",
-    ]
+    found = [core.all_reduce_algorithm(32, "float32", it, hosts=hosts, table=without) for it in (12_288, 12_292)]
+    assert found == ["tree", "two_level"]
 
 
 def test_a_barrier_waits_for_everybody() -> None:

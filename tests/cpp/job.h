@@ -16,8 +16,20 @@
 namespace ringdp::testing {
 
 const AlgorithmTable kFoldAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40};
-const AlgorithmTable kNeverSmall{0, 0, 0, 0};
-const AlgorithmTable kTreeAlways{1ULL << 40, 1ULL << 40, 1ULL << 40, 1ULL << 40, 2};  // of three ranks and more
+const AlgorithmTable kNeverSmall{.fold_two_ranks_bytes = 0,
+                                 .fold_sent_bytes = 0,
+                                 .flat_broadcast_bytes = 0,
+                                 .direct_gather_bytes = 0,
+                                 .halving_rank_bytes = 0};
+const AlgorithmTable kHalvingAlways{
+    .fold_two_ranks_bytes = 0, .fold_sent_bytes = 0, .flat_broadcast_bytes = 0, .halving_rank_bytes = 1ULL << 40};
+const AlgorithmTable kTreeAlways{// of three ranks and more
+                                 .fold_two_ranks_bytes = 1ULL << 40,
+                                 .fold_sent_bytes = 1ULL << 40,
+                                 .flat_broadcast_bytes = 1ULL << 40,
+                                 .direct_gather_bytes = 1ULL << 40,
+                                 .direct_ranks = 2,
+                                 .halving_rank_bytes = 0};
 const AlgorithmTable kInPairs{
     .fold_two_ranks_bytes = 0, .fold_sent_bytes = 0, .flat_broadcast_bytes = 0, .pairwise_bytes = 1ULL << 30};
 

@@ -12,7 +12,7 @@
 namespace ringdp::testing {
 namespace {
 
-const std::vector<AlgorithmTable> kTables{kFoldAlways, kNeverSmall, kTreeAlways, AlgorithmTable{}};
+const std::vector<AlgorithmTable> kTables{kFoldAlways, kNeverSmall, kTreeAlways, kHalvingAlways, AlgorithmTable{}};
 
 // Whole numbers: every order of adding gives the same, in float32, bfloat16 and bytes, of eight ranks. The order of
 // each algorithm, to the bit, and the other types: tests/contract/test_collectives_core.py.

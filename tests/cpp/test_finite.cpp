@@ -62,8 +62,14 @@ CASE("along a tree: its root, a rank inside, one at its end") {
     for (const int culprit : {0, 1, 2, 4}) check_watched(kTreeAlways, 6, dtype, 40'003, culprit, 33'333);
 }
 
+CASE("by halving: what a rank gives away first and last, and keeps") {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16})
+    for (std::size_t place = 0; place < 40'003; place += 5'003)
+      check_watched(kHalvingAlways, 6, dtype, 40'003, 2, place);
+}
+
 CASE("one element, and none") {
-  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways})
+  for (const AlgorithmTable& table : {kFoldAlways, kNeverSmall, kTreeAlways, kHalvingAlways})
     for (const std::size_t count : {std::size_t{0}, std::size_t{1}})
       check_watched(table, 3, DType::kFloat32, count, 2, 0);
 }

@@ -81,6 +81,8 @@ const std::vector<Trial> kTrials{
     {"fold of three", 3, {0, 1, 2}, kFoldAlways, 1000, all_reduce},
     {"in pairs", 3, {0, 1, 2}, kInPairs, 40'000, all_reduce},
     {"tree of four", 4, {0, 1, 2, 3}, kTreeAlways, 100'000, all_reduce},
+    {"halving of three", 3, {0, 1, 2}, kHalvingAlways, 60'000, all_reduce},
+    {"halving of two hosts", 4, {0, 0, 1, 1}, kHalvingAlways, 200'000, all_reduce},
     {"two levels", 4, {0, 0, 1, 1}, kNeverSmall, 60'000, all_reduce},
     {"reduce by a tree", 4, {0, 1, 2, 3}, kTreeAlways, 100'000, reduce},
     {"reduce in pairs", 3, {0, 1, 2}, kInPairs, 1000, reduce},

@@ -84,10 +84,10 @@ void check_all_reduce(const AlgorithmTable& table, int world, std::size_t count,
 }  // namespace
 
 CASE("an all-reduce of device memory has the bits of one of this memory, whichever ranks have a device") {
-  const std::array tables{kFoldAlways, kNeverSmall, kTreeAlways};
-  for (uint64_t seed = 0; seed < 36; ++seed) {
-    const std::size_t count = std::array{16'389UL, 120'003UL, seed % 2}[seed / 12];
-    check_all_reduce(tables[seed % 3], 1 + static_cast<int>(seed % 4), count, DType::kFloat32,
+  const std::array tables{kFoldAlways, kNeverSmall, kTreeAlways, kHalvingAlways};
+  for (uint64_t seed = 0; seed < 48; ++seed) {
+    const std::size_t count = std::array{16'389UL, 120'003UL, seed % 2}[seed / 16];
+    check_all_reduce(tables[seed / 4 % 4], 1 + static_cast<int>(seed % 4), count, DType::kFloat32,
                      seed % 5 < 2 ? 2U : 0xffU, seed);
   }
 }
@@ -98,10 +98,12 @@ CASE("half types, which go pairwise") {
     for (unsigned staged : {0xffU, 2U}) check_all_reduce(kNeverSmall, world, 300'003, DType::kBfloat16, staged, ++seed);
 }
 
-CASE("half types along a tree, whose sums are wider than they are") {
+CASE("half types along a tree and by halving, whose sums are wider than they are") {
   uint64_t seed = 200;
   for (int world : {3, 5})
-    for (unsigned staged : {0xffU, 2U}) check_all_reduce(kTreeAlways, world, 100'003, DType::kBfloat16, staged, ++seed);
+    for (unsigned staged : {0xffU, 2U})
+      for (const AlgorithmTable& table : {kTreeAlways, kHalvingAlways})
+        check_all_reduce(table, world, 100'003, DType::kBfloat16, staged, ++seed);
 }
 
 CASE("many pieces, copied back before the end") {

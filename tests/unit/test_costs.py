@@ -24,6 +24,11 @@ MIB = 1 << 20
 SLACK = 1.5
 # Where measurement or simplicity overrules the model, and how far.
 OVERRULED = {
+    # Folds inside a host were measured beside rings; by the model halving would take half at 16 KiB, with 8 ranks.
+    "one_host": 2.2,
+    # The limits are those that cost least over links of 1 to 100 Gbit; the model's constants are of 1 Gbit, where pairs
+    # would be faster than a fold at half of its limit.
+    "one_rank_per_host": 2.1,
     # Between hosts a fold of up to 24 KiB sent was measured as fast as two levels, which take more messages; the model
     # counts the bytes of a link of 1 Gbit, on a faster one they weigh less.
     "several_ranks_per_host": 3.0,
@@ -62,6 +67,8 @@ def test_two_levels_send_the_least_over_each_hosts_link(per_host: tuple[int, ...
     assert work("two_level", place, MIB).link_bytes == pytest.approx(least)
     for name in ("fold", "ring", "pairwise"):
         assert work(name, place, MIB).link_bytes > least
+    if min(per_host) == max(per_host):
+        assert work("halving", place, MIB).link_bytes == pytest.approx(least)
 
 
 def test_the_time_is_the_sum_of_the_terms() -> None:
@@ -113,7 +120,9 @@ def test_the_built_in_table_is_what_the_model_answers(place: HostLayout, dtype: 
         names = candidates(place, dtype)
         seconds = {name: work(name, place, size, dtype=dtype).seconds(costs, place) for name in names}
         assert taken in seconds
-        if taken == "tree" and dtype in HALF_TYPES:  # all else goes in pairs: every rank, or host, with every other
-            seconds = {"tree": seconds["tree"]}
+        if taken in ("tree", "halving") and dtype in HALF_TYPES:  # pairs: every rank, or host, with every other
+            seconds = {name: it for name, it in seconds.items() if name in ("tree", "halving")}
+        if taken == "ring" and layout(place) == "one_host":  # 24 ranks, 1 MiB: 3.5 ms, by halving 4.5
+            del seconds["halving"]
         best = min(seconds, key=lambda name: seconds[name])
         assert seconds[taken] <= slack * seconds[best], f"{size} bytes: {taken}, where the model says {best}: {seconds}"

@@ -38,7 +38,7 @@ def test_numbers_on_the_wire_are_what_they_were() -> None:
     assert sorted(numbers.values()) == list(range(len(numbers)))
     algorithms = {row["name"]: row["number"] for row in ALGORITHMS}
     known = {"exchange": 0, "ring": 1, "fold": 2, "pairwise": 3, "chain": 4, "two_level": 5}
-    known |= {"compressed": 6, "elsewhere": 7, "tree": 8}
+    known |= {"compressed": 6, "elsewhere": 7, "tree": 8, "halving": 9}
     assert {name: algorithms.get(name) for name in known} == known
     assert len(set(algorithms.values())) == len(algorithms) == len(ALGORITHMS)
 

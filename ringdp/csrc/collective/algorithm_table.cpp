@@ -66,7 +66,10 @@ AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us)
   };
   if (far(tables.one_rank_per_host)) out.one_rank_per_host.pairwise_bytes = kAnySize;
   if (far(tables.one_rank_per_host)) out.one_rank_per_host.direct_gather_bytes = kAnySize;
-  if (far(tables.several_ranks_per_host)) out.several_ranks_per_host.pairwise_bytes = kAnySize;
+  if (far(tables.several_ranks_per_host)) {
+    out.several_ranks_per_host.pairwise_bytes = kAnySize;
+    out.several_ranks_per_host.halving_rank_bytes = 0;  // two levels take two steps between hosts then
+  }
   return out;
 }
 
@@ -76,6 +79,9 @@ namespace {
 // the cost model both take as long at 0.85 to 1.25 times `fold_sent_bytes` · n/64 for 17 to 128 ranks, on one host or
 // on as many.
 constexpr std::size_t kTreeRanks = 64;
+
+// Up to here a tree takes as long as halving, simulated, and sends a fraction of the messages.
+constexpr std::size_t kSmallTreeBytes = 1024;
 
 }  // namespace
 
@@ -91,6 +97,31 @@ bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes) {
   const auto others = static_cast<std::size_t>(std::max(1, world - 1));
   return goes_direct(table, world) &&
          bytes <= (world == 2 ? table.fold_two_ranks_bytes : table.fold_sent_bytes / others);
+}
+
+namespace {
+
+bool as_many_on_each(std::span<const int> hosts, std::size_t count) {
+  if (hosts.size() % count != 0) return false;
+  std::vector<std::size_t> ranks(count);
+  for (const int host : hosts) ++ranks[static_cast<std::size_t>(host)];
+  return std::all_of(ranks.begin(), ranks.end(), [&](std::size_t it) { return it == hosts.size() / count; });
+}
+
+}  // namespace
+
+// By halving half types send more bytes than in pairs, and up to `direct_ranks` hosts can go in pairs.
+// Between hosts with unequal numbers of ranks it would send the same bytes several times.
+bool fits_halving(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes) {
+  const std::size_t ranks = hosts.size();
+  const int world = static_cast<int>(ranks);
+  if (ranks < 2 || table.halving_rank_bytes == 0 || (bytes + ranks - 1) / ranks > table.halving_rank_bytes)
+    return false;
+  const bool half = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
+  const int count = 1 + *std::max_element(hosts.begin(), hosts.end());
+  if ((half && goes_direct(table, count)) || !as_many_on_each(hosts, static_cast<std::size_t>(count))) return false;
+  if (goes_direct(table, world)) return !fits_fold(table, world, bytes) && bytes > table.pairwise_bytes;
+  return bytes > kSmallTreeBytes || !fits_tree(table, world, bytes);
 }
 
 Algorithm choose_all_reduce(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes,
@@ -133,6 +164,7 @@ constexpr Limit kLimits[] = {
     {"direct_gather_bytes", &AlgorithmTable::direct_gather_bytes},
     {"direct_ranks", &AlgorithmTable::direct_ranks},
     {"far_round_trip_us", &AlgorithmTable::far_round_trip_us},
+    {"halving_rank_bytes", &AlgorithmTable::halving_rank_bytes},
     {"pairwise_bytes", &AlgorithmTable::pairwise_bytes},
     {"exact_bucket_bytes", &AlgorithmTable::exact_bucket_bytes},
 };

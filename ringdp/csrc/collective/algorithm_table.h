@@ -49,7 +49,9 @@ struct AlgorithmTable {
   // If the round trip between hosts takes so many microseconds or more, collectives that would be rings are direct
   // exchanges instead, at any size (`tables_for`).
   std::size_t far_round_trip_us = 5000;
-  // Largest pairwise all-reduce of types other than half types, in place of a ring.
+  // Largest all-reduce by halving, in place of a ring or of two levels: of the buffer, for each rank. 0: none.
+  std::size_t halving_rank_bytes = 4 * 1024;
+  // Largest pairwise all-reduce of types other than half types, in groups that are not large.
   std::size_t pairwise_bytes = 0;
   // Largest bucket of gradients that is sent exactly where a codec was chosen for it: on a fast link the codec takes
   // longer than the bytes that it saves. 0: codes are used at any size.
@@ -67,8 +69,12 @@ struct AlgorithmTables {
   bool operator==(const AlgorithmTables&) const = default;
 
   AlgorithmTable one_host;
-  AlgorithmTable one_rank_per_host{.fold_sent_bytes = 48 * 1024};       // measured at 1 Gbit
-  AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024};  // a fold sends the same to a host several times
+  // Folds measured at 1 Gbit; the other limits cost least over 1 to 100 Gbit and 10 to 100 us, simulated
+  // (docs/lab/simulation.md).
+  AlgorithmTable one_rank_per_host{
+      .fold_sent_bytes = 48 * 1024, .halving_rank_bytes = 512 * 1024, .pairwise_bytes = 256 * 1024};
+  // A fold sends the same to a host several times.
+  AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024, .halving_rank_bytes = 64 * 1024};
 };
 
 // The tables for a job whose longest round trip between hosts takes `round_trip_us`, the same on all ranks: unchanged,
@@ -80,6 +86,8 @@ bool goes_direct(const AlgorithmTable& table, int world);
 // Whether a buffer of that many bytes is reduced along a tree, or by a fold; at most one of the two.
 bool fits_tree(const AlgorithmTable& table, int world, std::size_t bytes);
 bool fits_fold(const AlgorithmTable& table, int world, std::size_t bytes);
+// Whether it is reduced by halving, in place of a tree and of what is for large ones.
+bool fits_halving(const AlgorithmTable& table, std::span<const int> hosts, DType dtype, std::size_t bytes);
 
 // `bytes`: of the whole buffer; of an all-gather or reduce-scatter, of one rank's block.
 // `hosts` as in layout_of, one entry for each rank.

@@ -119,7 +119,7 @@ std::vector<int> Operation::uninformed_neighbours() const {
     const bool informed = std::any_of(sends_.begin(), sends_.end(), [&](const SendFlow& flow) {
       return flow.member == member && (flow.total == 0 || flow.ready > 0);
     });
-    if (!informed) found.push_back(member);
+    if (!informed && (found.empty() || found.front() != member)) found.push_back(member);  // one of two ranks is both
   }
   return found;
 }

@@ -45,6 +45,10 @@ void check(const SimulatedNetwork& network, const SimulatedCall& call) {
   for (const SimulatedHost& it : network.hosts)
     if (it.ranks < 1 || it.site < 0 || !(it.up_bytes_per_s > 0) || !(it.down_bytes_per_s > 0))
       refuse("every host needs a rank, and links with a rate");
+  const int ranks = network.hosts.front().ranks;
+  if (call.algorithm == Algorithm::kHalving &&
+      std::any_of(network.hosts.begin(), network.hosts.end(), [&](const auto& it) { return it.ranks != ranks; }))
+    refuse("halving needs as many ranks on each host");
   if (call.bytes % dtype_size(call.dtype) != 0) refuse("the buffer must have whole elements");
   if (!call.memory.empty() && call.memory.size() != static_cast<std::size_t>(network.ranks()))
     refuse("memory for each rank or for none");
@@ -65,6 +69,8 @@ double Simulation::messages(const SimulatedNetwork& network, const SimulatedCall
   switch (call.algorithm) {
     case Algorithm::kTree:
       return 2 * (n - 1) * pieces(size, kBlock);
+    case Algorithm::kHalving:
+      return 2 * n * (std::ceil(std::log2(n)) + pieces(size, kBlock));
     case Algorithm::kFold:
       return n * (n - 1) * pieces(size, kBlock);
     case Algorithm::kPairwise:

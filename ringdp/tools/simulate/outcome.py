@@ -108,6 +108,8 @@ def choice(place: Place, size_bytes: int, dtype: str, tuning: Tuning) -> str:
 def candidates(place: Place, dtype: str) -> list[str]:
     """The all-reduces that can reduce this type there."""
     found = ["tree", "fold", "pairwise"]
+    if len({host.ranks for host in place.hosts}) == 1:
+        found.append("halving")
     if dtype not in HALF_TYPES:
         found.append("ring")
     if place.layout == "several_ranks_per_host":

@@ -35,10 +35,18 @@ def limits(place: Place, tuning: Tuning) -> dict[str, int]:
     large = "two_level" if place.layout == "several_ranks_per_host" else "ring"
     found: dict[str, int] = {}
     beyond = {size: _seconds(place, size, large) for size in SIZES}
+    even = len({host.ranks for host in place.hosts}) == 1
+    if even:
+        halved = {size: _seconds(place, size, "halving") for size in SIZES}
+        limit = best_limit({size: (halved[size], beyond[size]) for size in SIZES})
+        found["halving_rank_bytes"] = -(-limit // place.ranks)
+        beyond = {size: halved[size] if size <= limit else beyond[size] for size in SIZES}
     if direct and place.layout == "one_rank_per_host" and place.ranks > 2:
         in_pairs = {size: _seconds(place, size, "pairwise") for size in SIZES}
         found["pairwise_bytes"] = best_limit({size: (in_pairs[size], beyond[size]) for size in SIZES})
         beyond = {size: in_pairs[size] if size <= found["pairwise_bytes"] else beyond[size] for size in SIZES}
+    if even and not direct:  # a tree takes as long as halving for small buffers
+        return found
     times = {}
     for size in SIZES:
         times[size] = (_seconds(place, size, "fold" if direct else "tree"), beyond[size])
