@@ -214,9 +214,10 @@ def test_limits_on_files_and_address_space() -> None:
 
 
 def test_a_limit_on_descriptors() -> None:
-    """From too few for TCP to enough for shared memory: an error in words, TCP with a line why, shared memory."""
+    """From too few for TCP to enough for shared memory: an error in words, TCP with a line why (if that needs fewer than
+    the rest of a start), shared memory."""
     seen = set()
-    for count in range(12, 40, 2):
+    for count in range(14, 40):
         found = limited("descriptors", count)
         if found["errors"]:
             assert any("open files" in it for it in found["errors"]), found
@@ -229,8 +230,7 @@ def test_a_limit_on_descriptors() -> None:
         assert bool(lines) == ("tcp" in used), found
         if used == {"shm"}:
             break
-    assert "tcp" in seen, seen
-    assert "shm" in seen, seen
+    assert {"error", "shm"} <= seen, seen
 
 
 def test_a_control_group_without_room() -> None:
