@@ -214,8 +214,7 @@ def test_limits_on_files_and_address_space() -> None:
 
 
 def test_a_limit_on_descriptors() -> None:
-    """From too few for TCP to enough for shared memory: an error in words, TCP with a line why (if that needs fewer than
-    the rest of a start), shared memory."""
+    """From too few to enough: an error in words, then TCP with a line why, if it needs fewer, then shared memory."""
     seen = set()
     for count in range(14, 40):
         found = limited("descriptors", count)
