@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "base/fd.h"
 
@@ -97,6 +98,26 @@ class NetworkPath {
 
  protected:
   ~NetworkPath() = default;
+};
+
+// The way of a channel over another one is that of the other one, but for what it changes.
+class PathBelow : public NetworkPath {
+ public:
+  void limit_unsent(std::size_t bytes) override { below_.limit_unsent(bytes); }
+  std::size_t undelivered() override { return below_.undelivered(); }
+  void add_stream(Fd socket) override { below_.add_stream(std::move(socket)); }
+  void watch_host(int64_t silence_ms) override { below_.watch_host(silence_ms); }
+  int64_t host_silence_ms() override { return below_.host_silence_ms(); }
+  HeldUp held_up() override { return below_.held_up(); }
+  std::optional<Carried> carried() const override { return below_.carried(); }
+  std::string slowed_by() const override { return below_.slowed_by(); }
+
+ protected:
+  explicit PathBelow(NetworkPath& below) : below_(below) {}
+  ~PathBelow() = default;
+
+ private:
+  NetworkPath& below_;
 };
 
 class Channel {

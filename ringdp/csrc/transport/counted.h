@@ -18,9 +18,9 @@
 namespace ringdp {
 
 // Invariant: what is left of a head goes before what is left of its message, and that before the next head.
-class CountedChannel final : public Channel, private NetworkPath {
+class CountedChannel final : public Channel, private PathBelow {
  public:
-  explicit CountedChannel(std::unique_ptr<Channel> inner) : inner_(std::move(inner)) {}
+  explicit CountedChannel(std::unique_ptr<Channel> inner) : PathBelow(*inner->path()), inner_(std::move(inner)) {}
 
   IoResult send(std::span<const iovec> pieces) override;
   IoResult receive(std::span<const iovec> pieces) override;
@@ -35,16 +35,8 @@ class CountedChannel final : public Channel, private NetworkPath {
   static constexpr std::size_t kHeadBytes = 12;
   static constexpr const char* kWrong = "a message that no rank sends";
 
-  void limit_unsent(std::size_t bytes) override { below().limit_unsent(bytes); }
   std::size_t undelivered() override { return static_cast<std::size_t>(sent_ - arrived_); }
-  void add_stream(Fd socket) override { below().add_stream(std::move(socket)); }
-  void watch_host(int64_t silence_ms) override { below().watch_host(silence_ms); }
-  int64_t host_silence_ms() override { return below().host_silence_ms(); }
-  HeldUp held_up() override { return below().held_up(); }
-  std::optional<Carried> carried() const override { return below().carried(); }
-  std::string slowed_by() const override { return below().slowed_by(); }
 
-  NetworkPath& below() const { return *inner_->path(); }
   void begin_message(std::size_t bytes);
   IoResult send_on(std::span<const iovec> pieces);  // `bytes` are of the pieces
   void take_head();

@@ -67,7 +67,7 @@ struct FreeSsl {
 };
 
 // A Channel of ciphertext below, of plaintext above. Invariant: `out_` is empty or waits for room of the channel below.
-class TlsChannel final : public Channel, private NetworkPath {
+class TlsChannel final : public Channel, private PathBelow {
  public:
   TlsChannel(std::unique_ptr<Channel> inner, const Protection& protection, uint64_t records_per_key);
   ~TlsChannel() override;
@@ -89,14 +89,8 @@ class TlsChannel final : public Channel, private NetworkPath {
 
   void limit_unsent(std::size_t bytes) override {
     batch_bytes_ = std::clamp(bytes, kRecordBytes, kBatchBytes);
-    below().limit_unsent(bytes);
+    PathBelow::limit_unsent(bytes);
   }
-  void add_stream(Fd socket) override { below().add_stream(std::move(socket)); }
-  void watch_host(int64_t silence_ms) override { below().watch_host(silence_ms); }
-  int64_t host_silence_ms() override { return below().host_silence_ms(); }
-  HeldUp held_up() override { return below().held_up(); }
-  std::optional<Carried> carried() const override { return below().carried(); }
-  std::string slowed_by() const override { return below().slowed_by(); }
 
   // Called by OpenSSL.
   int take_ciphertext(const char* bytes, std::size_t count, std::size_t* written);
@@ -106,7 +100,6 @@ class TlsChannel final : public Channel, private NetworkPath {
  private:
   enum class Stage { kHandshake, kProof, kOpen, kEnded };  // by a failure, the last
 
-  NetworkPath& below() const { return *inner_->path(); }
   bool proceed();  // towards kOpen; false: it needs more from the peer, or has failed
   std::optional<std::size_t> read(std::span<std::byte> to);
   void write(std::span<const std::byte> bytes);
@@ -272,7 +265,8 @@ std::string openssl_version(const std::string& library) {
 namespace {
 
 TlsChannel::TlsChannel(std::unique_ptr<Channel> inner, const Protection& protection, uint64_t records_per_key)
-    : inner_(std::move(inner)),
+    : PathBelow(*inner->path()),
+      inner_(std::move(inner)),
       protection_(protection),
       secret_(derived(protection.key, "ringdp tls")),
       records_per_key_(records_per_key),
