@@ -129,7 +129,7 @@ def strangers(args: argparse.Namespace) -> dict[str, Any]:
             found |= json.loads(out.read())
     print(
         f"{args.strangers} connections of strangers, {door_rank.STRANGERS_PER_S} in every other second"
-        f" ({found['refused']} of {found['connections']} in all were refused by the kernel): steps took"
+        f" ({found['closed']} of {found['connections']} in all were closed before they said anything): steps took"
         f" {found['beside_s'] * 1e3:.2f} ms beside them, else"
         f" {found['alone_s'] * 1e3:.2f} ms: {found['beside_s'] / found['alone_s']:.3f} (by pairs of seconds"
         f" {found['least']:.3f} to {found['most']:.3f}); the launcher with the door used {found['door_cores']:.2f} of a"
@@ -157,17 +157,8 @@ def launch(
             (place := Path(folder, str(host))).mkdir()
             way = ["--door", str(PORT), "--nnodes", str(ranks)] if host == 0 else ["--join", f"h0:{PORT}"]
             common = ["-n", "1", "--secret-file", str(secret), "--console", "all", *(["--tls"] if args.tls else [])]
-            command = [
-                *prefix,
-                sys.executable,
-                "-m",
-                "ringdp.launch",
-                *way,
-                *common,
-                "-m",
-                "benchmarks.far.door_rank",
-                *words,
-            ]
+            program = ["-m", "benchmarks.far.door_rank", *words]
+            command = [*prefix, sys.executable, "-m", "ringdp.launch", *way, *common, *program]
             environ = os.environ | hosts.host_env(host) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             out = open(place / "out", "w")  # noqa: SIM115  # until the launcher has ended
             launchers.append(

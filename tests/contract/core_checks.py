@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.core_ranks import World
+from ringdp.errors import PeerLostError
+from tests.contract.core_ranks import BUILT_IN, World
 from tests.contract.reduction_order import (
     FLOATING,
     HALF,
@@ -44,6 +46,7 @@ SHARED_HOSTS: dict[str, tuple[int, ...]] = {
     "2x4": (0, 0, 0, 0, 1, 1, 1, 1),
     "mixed": (0, 1, 1, 2, 0, 2, 2, 1),
 }
+BOUND_S = 3.0  # until all have heard of what has happened to one
 BATCH = 12  # cases in flight at a time: more than the engine starts at once
 
 
@@ -387,3 +390,29 @@ CHECKS: Sequence[Callable[[World, Mapping[str, int], Sequence[Case]], None]] = (
     check_all_to_all,
 )
 """Of every collective, for tests that take them all."""
+
+
+def check_that_all_hear_who_leaves(size: int, victim: int, count: int, table: Mapping[str, int] = BUILT_IN) -> None:
+    """Of a rank that leaves between two all-reduces, also those who have nothing to do with it."""
+    ranks = World(size)
+
+    def body(rank: int, group: Any) -> str:
+        group.barrier().wait()
+        x = np.ones(count, np.float32)
+        if rank == victim:
+            for _ in range(3):
+                group.all_reduce(x, "float32").wait()
+            ranks.runtimes[rank].shut_down()
+            return ""
+        start = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:  # noqa: PT012
+            while True:
+                group.all_reduce(x, "float32").wait()
+        assert time.monotonic() - start < BOUND_S
+        return str(caught.value)
+
+    try:
+        told = ranks.run(body, table)
+    finally:
+        ranks.close()
+    assert all(f"rank {victim} (host " in words for rank, words in enumerate(told) if rank != victim)

@@ -3,16 +3,14 @@ is sent, and who hears of trouble. Every type and reduction, and faulty networks
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ringdp.errors import MismatchError, PeerLostError, RingError
-from tests.contract.core_checks import Case, check_all_reduce
+from ringdp.errors import MismatchError, RingError
+from tests.contract.core_checks import Case, check_all_reduce, check_that_all_hear_who_leaves
 from tests.contract.core_ranks import HALVING, MANY, World, close_worlds, core, world
 from tests.contract.reduction_order import (
     Array,
@@ -24,7 +22,6 @@ from tests.contract.reduction_order import (
     random_input,
 )
 
-BOUND_S = 3.0
 HALVING_ALL = {**HALVING, **MANY}  # of half types as well, between three hosts and more
 BLOCK = 128 * 1024 // 4  # elements of a block of sums
 
@@ -145,27 +142,4 @@ def test_ranks_that_call_something_else_are_told() -> None:
 
 @pytest.mark.parametrize("victim", (0, 5))
 def test_a_rank_that_leaves_in_the_middle(victim: int) -> None:
-    """Everybody hears of it, also those who have nothing to do with it."""
-    ranks, gone = World(6), threading.Event()
-
-    def body(rank: int, group: Any) -> str:
-        group.barrier().wait()
-        x = np.ones(100_000, np.float32)
-        if rank == victim:
-            for _ in range(3):
-                group.all_reduce(x, "float32").wait()
-            ranks.runtimes[rank].shut_down()
-            gone.set()
-            return ""
-        start = time.monotonic()
-        with pytest.raises(PeerLostError) as caught:  # noqa: PT012
-            while True:
-                group.all_reduce(x, "float32").wait()
-        assert time.monotonic() - start < BOUND_S
-        return str(caught.value)
-
-    try:
-        told = ranks.run(body, HALVING_ALL)
-    finally:
-        ranks.close()
-    assert all(f"rank {victim} (host " in words for rank, words in enumerate(told) if rank != victim)
+    check_that_all_hear_who_leaves(6, victim, 100_000, HALVING_ALL)

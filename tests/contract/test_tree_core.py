@@ -6,7 +6,6 @@ A group counts as large above `direct_ranks` members. Most tests set that to 2, 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Barrier
@@ -15,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringdp.errors import MismatchError, PeerLostError, RingError
+from ringdp.errors import MismatchError, RingError
 from tests.contract.core_checks import (
+    BOUND_S,
     Case,
     check_all_gather,
     check_all_reduce,
     check_broadcast,
     check_reduce,
+    check_that_all_hear_who_leaves,
 )
 from tests.contract.core_ranks import ALWAYS_SMALL, BUILT_IN, MANY, World, close_worlds, core, world
 from tests.contract.reduction_order import Array, in_rank_order, in_ring_order, in_tree_order, narrow, random_input
@@ -154,7 +155,6 @@ def test_a_barrier_waits_for_everybody() -> None:
 # ---- Trouble ----
 
 SMALL, LARGE = 12, 400_000
-BOUND_S = 3.0
 plays = itertools.count()
 
 
@@ -297,27 +297,4 @@ def test_who_is_complete_at_once_still_tells_its_neighbours() -> None:
 
 @pytest.mark.parametrize("victim", (0, 4, 12, 17))
 def test_a_rank_that_leaves_in_the_middle(victim: int) -> None:
-    """Everybody hears of it, also those who have nothing to do with it."""
-    ranks, gone = World(18), threading.Event()
-
-    def body(rank: int, group: Any) -> str:
-        group.barrier().wait()
-        x = np.ones(100, np.float32)
-        if rank == victim:
-            for _ in range(3):
-                group.all_reduce(x, "float32").wait()
-            ranks.runtimes[rank].shut_down()
-            gone.set()
-            return ""
-        start = time.monotonic()
-        with pytest.raises(PeerLostError) as caught:  # noqa: PT012
-            while True:
-                group.all_reduce(x, "float32").wait()
-        assert time.monotonic() - start < BOUND_S
-        return str(caught.value)
-
-    try:
-        told = ranks.run(body)
-    finally:
-        ranks.close()
-    assert all(f"rank {victim} (host " in words for rank, words in enumerate(told) if rank != victim)
+    check_that_all_hear_who_leaves(18, victim, 100)
