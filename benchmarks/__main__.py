@@ -24,6 +24,10 @@ RUNNABLES = {
         "collectives.allreduce", "how fast is an all-reduce beside gloo, Open MPI and a hand-written loop?", 2,
         "2 cores; root for --hosts; mpi4py and Open MPI for mpi; g++ for ceiling",
     ),
+    "ceilings": Runnable(
+        "collectives.ceilings", "how far is ringdp from what this machine can do? one table", 4,
+        "2 cores; g++; root and iperf3 for compressed",
+    ),
     "tune": Runnable(
         "collectives.tune", "from which size on is which algorithm faster here? writes the file of RINGDP_TUNING", 2,
         "2 cores; root for --hosts",

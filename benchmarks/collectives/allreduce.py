@@ -16,8 +16,9 @@ the size, the least that h hosts can send, and the share of iperf3's goodput tha
 mean through compressors by their names, of one parameter of that size, with its error.
 
 Peers: gloo; mpi; `ceiling`, a loop through shared memory written for nothing but speed (ceiling.cpp), compiled on the
-spot: what the machine can do; `core`, the C++ call alone, without torch around it, `core-tcp`, the same over TCP on one
-host, and over TCP with checksums (`core-checksums`) or with connections that do not heal (`core-no-healing`).
+spot: what the machine can do; `sockets`, a ring over plain TCP sockets, likewise (socket_ring.cpp); `core`, the C++
+call alone, without torch around it, `core-tcp`, the same over TCP on one host, and over TCP with checksums
+(`core-checksums`) or with connections that do not heal (`core-no-healing`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CORES: dict[str, dict[str, Any]] = {
     "core-checksums": {"transport": "tcp", "checksums": True},
     "core-no-healing": {"transport": "tcp", "heal_ms": 0},
 }
-PEERS = ("gloo", "mpi", "ceiling", *CORES)
+PEERS = ("gloo", "mpi", "ceiling", "sockets", *CORES)
 COUNTED_CALLS = 5  # whose bytes on the interface are counted
 
 
@@ -139,6 +140,8 @@ def contender(name: str, joined: session.Joined) -> Any:
         paths = joined.settings["ceiling"]
         one = ceiling.Ceiling(Path(paths["library"]), Path(paths["memory"]), rank=joined.rank, ranks=joined.world_size)
         return InPlace(name, one.all_reduce)
+    if name == "sockets":
+        return InPlace(name, ceiling.SocketRing(Path(joined.settings["sockets"])).all_reduce)
     if name == "mpi":
         from mpi4py import MPI
 
@@ -210,6 +213,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         hosts = stack.enter_context(session.make_hosts(place))
         if "ceiling" in backends:
             settings["ceiling"] = stack.enter_context(ceiling.prepared())
+        if "sockets" in backends:
+            settings["sockets"] = stack.enter_context(ceiling.compiled_sockets())
         line = goodput.measure(hosts, seconds=args.iperf_seconds) if hosts and args.iperf_seconds else None
         stack.enter_context(busy_processes(args.busy, cores=args.core_numbers))
         rows, quiet = session.run(

@@ -1,4 +1,5 @@
-"""The measured ceiling: ceiling.cpp, compiled when it is first needed and called through ctypes."""
+"""The measured ceilings, compiled when they are first needed and called through ctypes: a loop through shared memory
+(ceiling.cpp), and a ring over plain sockets (socket_ring.cpp)."""
 
 from __future__ import annotations
 
@@ -6,15 +7,19 @@ import contextlib
 import ctypes
 import mmap
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.ranks import Unavailable, compile_program, compiler
 
 SOURCE = Path(__file__).with_name("ceiling.cpp")
+SOCKETS = Path(__file__).with_name("socket_ring.cpp")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
 MAX_RANKS = 16
 
 
@@ -64,7 +69,7 @@ def prepared() -> Iterator[dict[str, str]]:
     of a file for all ranks to share. Raises Unavailable."""
     with tempfile.TemporaryDirectory(prefix="ringdp-ceiling-") as folder:
         library = Path(folder) / "ceiling.so"
-        compile_program([SOURCE], library, "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+        compile_program([SOURCE], library, *FLAGS)
         shm = Path("/dev/shm")
         memory = (shm if shm.is_dir() else Path(folder)) / f"{Path(folder).name}-ceiling"
         try:
@@ -73,3 +78,39 @@ def prepared() -> Iterator[dict[str, str]]:
             yield {"library": str(library), "memory": str(memory)}
         finally:
             memory.unlink(missing_ok=True)
+
+
+class SocketRing:
+    """One rank's side of the ring over sockets, on the address from which it reaches MASTER_ADDR. All ranks of torch's
+    default group make it together."""
+
+    def __init__(self, library: Path) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._library = ctypes.CDLL(str(library))
+        self._call = self._library.socket_ring_all_reduce
+        self._call.restype = None
+        self._call.argtypes = [ctypes.c_int] * 4 + [ctypes.c_void_p, ctypes.c_size_t]
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            own = probe.getsockname()[0]
+        with socket.create_server((own, 0)) as listener:
+            addresses: list[tuple[str, int]] = [("", 0)] * self._ranks
+            dist.all_gather_object(addresses, listener.getsockname())
+            self._right = socket.create_connection(addresses[(self._rank + 1) % self._ranks])
+            self._left, _ = listener.accept()
+        for one in (self._right, self._left):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setblocking(False)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum of everybody's `x`, float32 and contiguous, in place."""
+        self._call(self._right.fileno(), self._left.fileno(), self._rank, self._ranks, x.data_ptr(), x.numel())
+
+
+@contextlib.contextmanager
+def compiled_sockets() -> Iterator[str]:
+    """The path of the compiled ring over sockets, for as long as the `with` lasts. Raises Unavailable."""
+    with tempfile.TemporaryDirectory(prefix="ringdp-ceiling-") as folder:
+        library = Path(folder) / "socket_ring.so"
+        compile_program([SOCKETS], library, *FLAGS)
+        yield str(library)

@@ -27,11 +27,11 @@ class Goodput:
     both_ways: float  # the slower direction while both are used at once, as a ring uses them
 
 
-def measure(hosts: Hosts, *, seconds: float) -> Goodput | None:
-    """Goodput between host 0 and host 1; None where iperf3 is not installed. Raises NoGoodput."""
-    if shutil.which("iperf3") is None or hosts.count < 2:
+def measure(hosts: Hosts | None, *, seconds: float) -> Goodput | None:
+    """Goodput between host 0 and host 1, or over loopback; None where iperf3 is not installed. Raises NoGoodput."""
+    if shutil.which("iperf3") is None or (hosts is not None and hosts.count < 2):
         return None
-    words = hosts.command(0, ["iperf3", "--server", "--port", str(PORT)])
+    words = _words(hosts, 0, ["iperf3", "--server", "--port", str(PORT)])
     server = start(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         one = _client(hosts, seconds, [])["end"]["sum_received"]["bits_per_second"] / 8
@@ -42,14 +42,19 @@ def measure(hosts: Hosts, *, seconds: float) -> Goodput | None:
         stop_all([server])
 
 
-def _client(hosts: Hosts, seconds: float, options: list[str]) -> dict[str, Any]:
+def _words(hosts: Hosts | None, host: int, words: list[str]) -> list[str]:
+    return words if hosts is None else hosts.command(host, words)
+
+
+def _client(hosts: Hosts | None, seconds: float, options: list[str]) -> dict[str, Any]:
     # The first half second is left out: TCP is still finding its speed.
-    words = ["iperf3", "--client", hosts.address(0), "--port", str(PORT), "--json", "--omit", "0.5"]
+    server = "127.0.0.1" if hosts is None else hosts.address(0)
+    words = ["iperf3", "--client", server, "--port", str(PORT), "--json", "--omit", "0.5"]
     words += ["--time", f"{seconds:.0f}", *options]
     deadline = time.monotonic() + 5.0
     while True:
         done = subprocess.run(
-            hosts.command(1, words), capture_output=True, text=True, timeout=seconds + 20, check=False
+            _words(hosts, 1, words), capture_output=True, text=True, timeout=seconds + 20, check=False
         )
         report: dict[str, Any] = json.loads(done.stdout or "{}")
         if done.returncode == 0 and "sum_received" in report.get("end", {}):

@@ -21,6 +21,8 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
     / MODE      step time over that of `--against`, by pairs of blocks of a round: the mean and its 95 % interval
     exposed     step time over the bare module's, the communication a step had to wait for and the wrapper's own work
     all-reduce  the same buckets reduced with nothing else going on
+    loop        the same buckets through a loop written for nothing but speed (collectives/ceiling.cpp; one host)
+    exposed / loop   the step beyond the bare one in units of that: what is left to what the machine can do
     waited      what RingDP itself says the end of backward waited for communication, per step, on rank 0
     faults      pages the kernel gave the process anew, per step (minor faults of getrusage(2)), the most of any rank
     cpu         CPU time of all threads of a process, per step, the most of any rank: others' load shows less in it
@@ -30,9 +32,12 @@ blocks of steps alternate between the modes. Times are the slowest rank's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +45,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.collectives import ceiling
 from benchmarks.lib import models, session
 from benchmarks.lib.goodput import interface_bytes
 from benchmarks.lib.hosts import INTERFACE
@@ -69,7 +75,16 @@ def check(args: argparse.Namespace) -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in ("modes", "models", "rounds", "optimizer", "against", "zero_grad")}
-    return given | {"block_s": args.block_seconds, "interface": INTERFACE if args.place.hosts else None}
+    given |= {"block_s": args.block_seconds, "interface": INTERFACE if args.place.hosts else None}
+    return given | {"ceiling": args.ceiling}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises Unavailable, Failed."""
+    with contextlib.ExitStack() as stack:
+        there = ceiling.why_not(ranks=args.place.ranks, hosts=args.place.hosts) is None
+        args.ceiling = stack.enter_context(ceiling.prepared()) if there else None
+        return session.measured(sys.modules[__name__], "step", args)
 
 
 # What each rank does.
@@ -78,10 +93,12 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 class Measured(Trainee):
     """A trainee, and what was measured of it on this rank."""
 
+    loop: ceiling.Ceiling | None = None
+
     def begin(self) -> None:
         self.wire_bytes = wire_bytes(self.mode, self.task.module)
         self.wrap()
-        self.seconds: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "all_reduce")}
+        self.seconds: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "all_reduce", "loop")}
         self.block_medians_s: list[float] = []
         self.steps = self.sent_bytes = self.faults = 0
         self.cpu_s = 0.0  # of all threads, user and system
@@ -114,6 +131,13 @@ class Measured(Trainee):
 
         reduce()
         self.seconds["all_reduce"].append(session.block(reduce, count))
+        if (loop := self.loop) is not None:
+
+            def by_loop() -> None:
+                for bucket in buckets:
+                    loop.all_reduce(bucket)
+
+            self.seconds["loop"].append(session.block(by_loop, count))
 
     def over_ranks(self, joined: session.Joined) -> dict[str, Any]:
         mine: dict[str, Any] = {"times": {name: Summary.of(it) for name, it in self.seconds.items() if it}}
@@ -144,14 +168,20 @@ def bucket_bytes(module: nn.Module) -> list[int]:
 
 def run_rank(joined: session.Joined) -> None:
     groups = make_groups(joined.settings["modes"])
+    paths, loop = joined.settings["ceiling"], None
+    if paths:
+        files = Path(paths["library"]), Path(paths["memory"])
+        loop = ceiling.Ceiling(*files, rank=joined.rank, ranks=joined.world_size)
     rows = []
     for name in joined.settings["models"]:
         joined.say(name)
-        rows += _one_model(joined, name, groups)
+        rows += _one_model(joined, name, groups, loop)
     joined.deliver(rows)
 
 
-def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup]) -> list[dict[str, Any]]:
+def _one_model(
+    joined: session.Joined, name: str, groups: dict[str, dist.ProcessGroup], loop: ceiling.Ceiling | None
+) -> list[dict[str, Any]]:
     given = joined.settings
     trainees: dict[str, Measured] = {}
     wanted = reference(name, joined)
@@ -159,6 +189,7 @@ def _one_model(joined: session.Joined, name: str, groups: dict[str, dist.Process
         mode, task = MODES[word], models.make(name, rank=joined.rank)
         none = given["zero_grad"] == "none"
         one = Measured(f"{name} in mode {word}", mode, task, groups.get(mode.backend), none, given["optimizer"])
+        one.loop = loop
         one.begin()
         one.check(wanted)
         trainees[word] = one
@@ -189,6 +220,8 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
         bare = by_mode.get((row["model"], "bare"))
         if bare is not None and row["mode"] != "bare":
             extra["exposed_s"] = row["step"]["median_s"] - bare["step"]["median_s"]
+            if row["loop"]:
+                extra["exposed_over_loop"] = extra["exposed_s"] / row["loop"]["median_s"]
             if place.ranks > 1 and row["all_reduce"]:
                 backward_s, alone_s = bare["backward"]["median_s"], row["all_reduce"]["median_s"]
                 together_s = row["backward"]["median_s"]
@@ -203,7 +236,7 @@ def add_derived(rows: Sequence[dict[str, Any]], place: session.Place) -> list[di
 def report(result: dict[str, Any]) -> str:
     given, between_hosts = result["settings"], result["place"]["hosts"] > 1
     columns = ["model", "mode", "step", "p99", "forward", "backward", "optimizer", f"/ {given['against']}", "exposed"]
-    columns += ["waited", "all-reduce", "hidden", "buckets", "faults", "cpu", "steps"]
+    columns += ["waited", "all-reduce", "loop", "exposed / loop", "hidden", "buckets", "faults", "cpu", "steps"]
     columns += ["sent, MB", "sent / theory"] if between_hosts else []
     base = {row["model"]: row["block_medians_s"] for row in result["rows"] if row["mode"] == given["against"]}
     rows = []
@@ -215,7 +248,8 @@ def report(result: dict[str, Any]) -> str:
         mean, half = interval([mine / other for mine, other in pairs])
         cells += [f"{mean:.3f} ± {half:.3f}" if row["mode"] != given["against"] else ""]
         cells += ["" if row.get(name) is None else format_time(row[name]) for name in ("exposed_s", "waited_s")]
-        cells += [format_time(row["all_reduce"]["median_s"]) if row["all_reduce"] else ""]
+        cells += [format_time(row[name]["median_s"]) if row[name] else "" for name in ("all_reduce", "loop")]
+        cells += [f"{row['exposed_over_loop']:.2f}" if "exposed_over_loop" in row else ""]
         cells += [f"{row['hidden']:.0%}" if "hidden" in row else ""]
         cells += [str(len(row["bucket_bytes"])) if row["bucket_bytes"] else ""]
         cells += [f"{row['faults_per_step']:.0f}", format_time(row["cpu_s_per_step"]), str(step.count)]
