@@ -7,6 +7,7 @@ namespace {
 
 constexpr uint64_t kForgetBytes = 1024 * 1024;
 constexpr std::size_t kForgetFrames = 64;
+constexpr std::size_t kSpareBytes = 1024 * 1024;
 
 }  // namespace
 
@@ -19,12 +20,7 @@ void ResendQueue::add(std::span<const std::byte> head, std::span<const std::byte
   if (lender != nullptr) {
     ++lent_;
   } else {
-    if (!spare_.empty()) {
-      it.own = std::move(spare_.back());
-      spare_.pop_back();
-    }
-    it.own.assign(payload.begin(), payload.end());
-    it.payload = it.own;
+    copy_payload(it);
   }
   it.end = stream_ += it.bytes();
 }
@@ -37,11 +33,22 @@ void ResendQueue::take_over(const SendFlow& flow, std::span<const std::byte> mem
   };
   for (Kept& it : kept_) {
     if (it.lender != &flow || !concerned(it.payload)) continue;
-    it.own.assign(it.payload.begin(), it.payload.end());
-    it.payload = it.own;
+    copy_payload(it);
     it.lender = nullptr;
     --lent_;
   }
+}
+
+void ResendQueue::copy_payload(Kept& it) {
+  const std::size_t bytes = it.payload.size(), most = std::max(2 * bytes, kCopiedBytes);
+  auto fits = [&](const auto& memory) { return memory.capacity() >= bytes && memory.capacity() <= most; };
+  if (auto found = std::find_if(spare_.rbegin(), spare_.rend(), fits); found != spare_.rend()) {
+    it.own = std::move(*found);
+    spare_bytes_ -= it.own.capacity();
+    spare_.erase(std::next(found).base());
+  }
+  it.own.assign(it.payload.begin(), it.payload.end());
+  it.payload = it.own;
 }
 
 bool ResendQueue::should_forget() const {
@@ -57,8 +64,10 @@ void ResendQueue::forget(uint64_t delivered_bytes) {
 void ResendQueue::drop_first() {
   Kept& it = kept_.front();
   if (it.lender != nullptr) --lent_;
-  if (it.own.capacity() > 0 && it.own.size() <= kCopiedBytes && spare_.size() < kForgetFrames)
+  if (const std::size_t bytes = it.own.capacity(); bytes > 0 && spare_bytes_ + bytes <= kSpareBytes) {
+    spare_bytes_ += bytes;
     spare_.push_back(std::move(it.own));
+  }
   kept_.pop_front();
   ++first_;
 }

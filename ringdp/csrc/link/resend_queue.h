@@ -55,15 +55,18 @@ class ResendQueue {
     std::size_t bytes() const { return head_bytes + payload.size(); }
   };
 
+  void copy_payload(Kept& it);
   void drop_first();
   const Kept& at(uint64_t number) const { return kept_[static_cast<std::size_t>(number - first_)]; }
 
   std::deque<Kept> kept_;
-  std::vector<std::vector<std::byte>> spare_;  // memory of small copies that are forgotten, for the next ones
-  uint64_t first_ = 0;                         // number of kept_.front(): frames before it, on all connections
-  uint64_t stream_ = 0;                        // bytes of this connection up to the last frame's end
-  std::size_t lent_ = 0;                       // frames
-  uint64_t looked_at_ = 0;                     // `stream_` at the last call of `forget`
+  // Memory of copies that are forgotten, for the next ones: fresh memory costs as many page faults as the copy.
+  std::vector<std::vector<std::byte>> spare_;
+  std::size_t spare_bytes_ = 0;
+  uint64_t first_ = 0;      // number of kept_.front(): frames before it, on all connections
+  uint64_t stream_ = 0;     // bytes of this connection up to the last frame's end
+  std::size_t lent_ = 0;    // frames
+  uint64_t looked_at_ = 0;  // `stream_` at the last call of `forget`
   std::size_t looked_size_ = 0;
   uint64_t again_ = 0;  // number of the frame that goes next
   uint64_t again_end_ = 0;
