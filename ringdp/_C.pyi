@@ -861,6 +861,9 @@ def owner_of_ids(ids: torch.Tensor, ranks: int) -> torch.Tensor:
 def owner_weights(rates: Sequence[int]) -> list[int]:
     """How much of a buffer each host owns, by the rates of the hosts' links; empty: all own alike."""
 
+def owner_weights_of(process_group: ProcessGroup) -> list[int]:
+    """How much each of its hosts owns of what is compressed, by the job's map of uplinks; empty: all own alike."""
+
 def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
