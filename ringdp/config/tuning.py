@@ -132,7 +132,7 @@ def write_uplinks(path: str, uplinks: Mapping[str, float], machine: str) -> None
     if os.path.exists(path):
         document = _document(path)
         parse(document, path=path)
-    document["uplinks"] = {host: f"{rate * 8 / 1e6:.3g}mbit" for host, rate in uplinks.items()}
+    document["uplinks"] = {host: f"{rate * 8 / 1e6:.2f}mbit" for host, rate in uplinks.items()}
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(document, indent=2) + "\n")
