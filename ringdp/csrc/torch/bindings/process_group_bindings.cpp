@@ -146,7 +146,7 @@ std::string describe_uplinks(const Runtime& runtime) {
   for (std::size_t host = 0; host < weights.size(); ++host)
     out += (host == 0 ? "; by the map of uplinks " : ", ") + runtime.uplinks()[host].host + " owns " +
            std::to_string((weights[host] * 100 + whole / 2) / whole) + " %";
-  return out;
+  return out + (out.empty() ? "" : ", and up to direct_ranks ranks exchange in pairs where others use a ring");
 }
 
 // torch numbers the present members of the default group; in the Runtime each keeps its place.
