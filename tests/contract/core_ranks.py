@@ -54,7 +54,7 @@ class World:
         store = core.MemoryStore()
         options = {"transport": _transport(), "full_mesh_ranks": _full_mesh_ranks(), **options}
         if uplinks:
-            options["table"] = {f"uplink.h{host}": rate for host, rate in enumerate(uplinks)}
+            options["table"] = {**options.get("table", {}), **{f"uplink.h{i}": rate for i, rate in enumerate(uplinks)}}
         self.runtimes = self.each(
             lambda rank: core.Runtime(
                 store, rank, size, host_id=f"host {self.hosts[rank]}", host_name=self._name(rank), **options

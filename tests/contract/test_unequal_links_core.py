@@ -130,8 +130,9 @@ def test_bits_are_those_of_the_documented_order(
             expect_equal(buffers, [wanted] * len(hosts), f"{dtype} on {hosts}, links {rates}")
 
 
-@pytest.mark.parametrize("off", [-1, 0, 1])
-def test_two_levels_of_many_shares(off: int) -> None:
+@pytest.mark.parametrize("far", [False, True], ids=["", "far apart"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_two_levels_of_many_shares(off: int, far: bool) -> None:
     """Blocks of the hosts that own most are as long as a receiver holds."""
     hosts, rates = (0, 0, 1, 1, 2, 2, 3, 3), (1000, 100, 1000, 500)
     count = 4 * 8 * 128 * 1024 // 4 + off
@@ -139,9 +140,12 @@ def test_two_levels_of_many_shares(off: int) -> None:
     of_hosts = [x[rank] + x[rank + 1] for rank in range(0, 8, 2)]
     wanted = ((of_hosts[0] + of_hosts[1]) + of_hosts[2]) + of_hosts[3]
     half = [it.astype(np.float16) for it in x]
-    with ranks_on(hosts, rates) as ranks:
+    coded = [it.copy() for it in x]
+    with ranks_on(hosts, rates, table={"far_round_trip_us": 1} if far else {}) as ranks:
         ranks.run(lambda rank, group: group.all_reduce(x[rank], "float32").wait())
         ranks.run(lambda rank, group: group.all_reduce(half[rank], "float16").wait())
+        ranks.run(lambda rank, group: group.all_reduce_compressed([coded[rank]], [3], "int8")[0].wait())
+    expect_equal(coded, coded[:1] * 8, "codes on 8 ranks")
     expect_equal(x, [wanted] * 8, "8 ranks on 4 hosts")
     expect_equal(half, half[:1] * 8, "half types on 8 ranks")
 
