@@ -82,6 +82,7 @@ RUNNABLES = {
         "failures.verdicts", "how often is the report's remedy a wrong one?", 60, "2 cores; root for quota"
     ),
     "far": Runnable("far.far", "how much of a long or lossy line do hosts get, beside gloo?", 2, "long_line or hosts"),
+    "unequal": Runnable("far.unequal", "what does a map of unequal links bring, beside the least time?", 1, "root"),
     "door": Runnable("far.door", "how fast is a relayed pair of hosts, and a start through one port?", 1, "root"),
     "far_loss": Runnable("far.loss", "time to a loss between two sites: exact, codes, rounds", 20),
     "rounds": Runnable("far.rounds", "what do rounds (DiLoCo) cost?", 5),

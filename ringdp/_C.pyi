@@ -858,6 +858,12 @@ def owned_elements(process_group: ProcessGroup, count: int, owner_offset: int) -
 def owner_of_ids(ids: torch.Tensor, ranks: int) -> torch.Tensor:
     """Which rank owns each id of a growing table, int64."""
 
+def owner_weights(rates: Sequence[int]) -> list[int]:
+    """How much of a buffer each host owns, by the rates of the hosts' links; empty: all own alike."""
+
+def owner_weights_of(process_group: ProcessGroup) -> list[int]:
+    """How much each of its hosts owns of what is compressed, by the job's map of uplinks; empty: all own alike."""
+
 def part_bounds(count: int, parts: int, owner_offset: int) -> list[int]:
     """[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when
     codes are exchanged and every rank is a host of its own.
@@ -925,11 +931,13 @@ def simulate(
     algorithm: str = "ring",
     codec: str = "",
     far: bool = False,
+    weights: Sequence[int] = ...,
     most_messages: float = 10000000.0,
     fold_from_messages: float = 200000.0,
 ) -> dict[str, Any]:
     """An all-reduce by the core's own operations over links in numbers (csrc/simulation). `hosts`: of each its
-    ranks, its site, and the bytes a second out of it and into it. Raises InvalidArgumentError for what cannot
+    ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises
+    InvalidArgumentError for what cannot
     be simulated.
     """
 

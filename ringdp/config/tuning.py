@@ -10,11 +10,14 @@ A JSON object; python -m benchmarks tune writes one::
         "one_rank_per_host": {},
         "several_ranks_per_host": {}
       },
-      "costs": {"alpha_local_us": 1.5}
+      "costs": {"alpha_local_us": 1.5},
+      "uplinks": {"node1": "1gbit", "node2": "1gbit", "node3": "1gbit", "node4": "100mbit"}
     }
 
-What is left out stays as it is built in. The order of summation, and so the last bits of a sum, follow from the table:
-all ranks of a job must use the same one; the rendezvous compares it.
+What is left out stays as it is built in. ``uplinks`` are the rates of the hosts' links, by the names that messages give
+the hosts (or of sites' lines, where ranks have sites): by them hosts own more or less of a buffer
+(docs/reference/algorithms.md). python -m ringdp doctor --uplinks measures and writes them. The order of summation, and
+so the last bits of a sum, follow from the file: all ranks of a job must use the same one; the rendezvous compares it.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ringdp.config.parse import parse_rate
 from ringdp.errors import InvalidArgumentError, SystemResourceError
 
 FORMAT = 1
@@ -57,6 +62,9 @@ ranks or microseconds, as the name ends."""
 MEASURED_LIMITS = ("fold_two_ranks_bytes", "fold_sent_bytes", "flat_broadcast_bytes", "direct_gather_bytes")
 """What python -m benchmarks tune finds everywhere; between hosts also exact_bucket_bytes, against int8."""
 
+UPLINK = "uplink."
+"""Before a host's name: its link in bytes a second, among `Tuning.limits`."""
+
 _UNITS = (("_bytes", "bytes", MAX_BYTES), ("_ranks", "ranks", MAX_RANKS), ("_us", "microseconds", MAX_US))
 
 COSTS: Mapping[str, str] = {
@@ -76,7 +84,7 @@ class Tuning:
 
     Attributes:
         limits: ``"one_host.fold_sent_bytes"`` to bytes, ``"one_host.direct_ranks"`` to ranks, for those that differ
-            from the built-in table.
+            from the built-in table; ``"uplink.node1"`` to bytes a second.
         costs: constants of the cost model by name, where the file has any.
         source: where it is from, for messages.
     """
@@ -93,6 +101,10 @@ def read(path: str) -> Tuning:
         SystemResourceError: it is not there or cannot be read.
         InvalidArgumentError: it is not JSON or says something that is not allowed; the message names file and key.
     """
+    return parse(_document(path), path=path)
+
+
+def _document(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             content = file.read(1 << 20)
@@ -101,10 +113,31 @@ def read(path: str) -> Tuning:
             f"RINGDP_TUNING={path} cannot be read: {error}; python -m benchmarks tune writes such a file"
         ) from error
     try:
-        document = json.loads(content)
+        return json.loads(content)
     except ValueError as error:
         raise InvalidArgumentError(f"RINGDP_TUNING={path} is not JSON: {error}") from None
-    return parse(document, path=path)
+
+
+def write_uplinks(path: str, uplinks: Mapping[str, float], machine: str) -> None:
+    """Put the links of hosts, in bytes a second by name, into the file, which keeps what else it says.
+
+    Args:
+        machine: what a new file says of the machine.
+
+    Raises:
+        SystemResourceError: it cannot be written, or is there and cannot be read.
+        InvalidArgumentError: it is there, and is not such a file.
+    """
+    document: dict[str, Any] = {"ringdp_tuning": FORMAT, "machine": machine}
+    if os.path.exists(path):
+        document = _document(path)
+        parse(document, path=path)
+    document["uplinks"] = {host: f"{rate * 8 / 1e6:.2f}mbit" for host, rate in uplinks.items()}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise SystemResourceError(f"{path}: {error.strerror}") from None
 
 
 def parse(document: Any, *, path: str) -> Tuning:
@@ -126,8 +159,8 @@ def parse(document: Any, *, path: str) -> Tuning:
     if document.get("ringdp_tuning") != FORMAT:
         refuse("ringdp_tuning", f"must be {FORMAT}, not {_shown(document.get('ringdp_tuning'))}")
     for key in document:
-        if key not in ("ringdp_tuning", "machine", "layouts", "costs"):
-            refuse(key, "is not known; allowed are ringdp_tuning, machine, layouts, costs")
+        if key not in ("ringdp_tuning", "machine", "layouts", "costs", "uplinks"):
+            refuse(key, "is not known; allowed are ringdp_tuning, machine, layouts, costs, uplinks")
     limits: dict[str, int] = {}
     for layout, values in section("layouts", document.get("layouts", {}), LAYOUTS).items():
         for name, value in section(f"layouts.{layout}", values, LIMITS).items():
@@ -141,7 +174,25 @@ def parse(document: Any, *, path: str) -> Tuning:
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             refuse(f"costs.{name}", f"must be a number, 0 or more, not {_shown(value)}")
         costs[name] = float(value)
+    uplinks = document.get("uplinks", {})
+    if not isinstance(uplinks, dict) or len(uplinks) == 1:
+        refuse("uplinks", f"must be an object with the rates of two hosts or more, not {_shown(uplinks)}")
+    for host, rate in uplinks.items():
+        if not host or any(letter.isspace() or letter == "=" for letter in host):
+            refuse("uplinks", f"has {_shown(host)}, which is not a host's name")
+        limits[UPLINK + host] = _bytes_per_s(rate)
+        if limits[UPLINK + host] == 0:
+            refuse(f"uplinks.{host}", f"must be a rate as 1gbit, 100mbit or 125MB/s, not {_shown(rate)}")
     return Tuning(limits=limits, costs=costs, source=f"RINGDP_TUNING={path}")
+
+
+def _bytes_per_s(rate: Any) -> int:
+    """0 where it is not a rate."""
+    try:
+        found = round(parse_rate(rate)) if isinstance(rate, str) else 0
+    except ValueError:
+        return 0
+    return found if found <= MAX_BYTES else 0
 
 
 def _shown(value: Any) -> str:

@@ -57,6 +57,9 @@ inline void bind_algorithms(py::module_& module) {
              py::arg("rank_order") = false,
              "Name of the algorithm taken; `hosts[r]` is the number of rank r's host, by default all are on one.");
   module.def(
+      "owner_weights", [](const std::vector<std::size_t>& rates) { return owner_weights(rates); }, py::arg("rates"),
+      "How much of a buffer each host owns, by the rates of the hosts' links; empty: all own alike.");
+  module.def(
       "network_interfaces",
       [](const std::optional<std::string>& spec) {
         const std::vector<Interface> all = interfaces();

@@ -14,11 +14,20 @@ Floats = npt.NDArray[np.float32]
 UNIT = 256
 
 
-def parts(count: int, owner_offset: int, how_many: int) -> list[slice]:
-    """Where a section is cut: whole units, what is left over going to some parts from `owner_offset` on."""
+def parts(count: int, owner_offset: int, how_many: int, weights: Sequence[int] = ()) -> list[slice]:
+    """Where a section is cut: whole units, what is left over going to some parts from `owner_offset` on.
+
+    With `weights`, one for each host, parts are as long as those say.
+    """
     units = -(-count // UNIT)
     out, begin = [], 0
-    for part in range(how_many):
+    before, whole = 0, how_many // max(1, len(weights)) * sum(weights)
+    for part in range(how_many if weights else 0):
+        before += weights[part % len(weights)]
+        end = min((units * before + owner_offset % whole) // whole * UNIT, count)
+        out.append(slice(begin, end))
+        begin = end
+    for part in range(0 if weights else how_many):
         more = (part - owner_offset) % how_many < units % how_many
         end = min(begin + (units // how_many + more) * UNIT, count)
         out.append(slice(begin, end))
@@ -51,11 +60,12 @@ def all_reduce(
     codec: str,
     *,
     hosts: Sequence[int],
+    weights: Sequence[int] = (),
     divisor: int,
     factor: float = 1.0,
     residuals: Sequence[Sequence[Floats]] | None = None,
 ) -> Outcome:
-    """`inputs[rank][section]`; `hosts[rank]`: its host, numbered as they first appear."""
+    """`inputs[rank][section]`; `hosts[rank]`: its host, numbered as they first appear; `weights`: what each owns."""
     ranks = len(inputs)
     if len(set(hosts)) in (1, ranks):
         hosts = list(range(ranks))
@@ -73,7 +83,7 @@ def all_reduce(
         return decoded(codec, code, len(values))
 
     for section, owner_offset in enumerate(owner_offsets):
-        for part, where in enumerate(parts(len(means[section]), owner_offset, shares * len(members))):
+        for part, where in enumerate(parts(len(means[section]), owner_offset, shares * len(members), weights)):
             if where.start == where.stop:
                 continue
             share, owner = divmod(part, len(members))

@@ -40,19 +40,31 @@ class World:
     """`size` ranks, each with a Runtime, and the groups of all of them that tests asked for.
 
     With `hosts`, `hosts[rank]` is the number of the rank's host: they say so when they meet, and are all here.
-    Ranks of one host use the transport of the tests that run (conftest.py).
+    Ranks of one host use the transport of the tests that run (conftest.py). ``uplinks[h]`` is host h's link in the
+    job's map of uplinks; `weights` is then what the hosts own, as they first appear.
     """
 
-    def __init__(self, size: int, *, hosts: Sequence[int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, size: int, *, hosts: Sequence[int] | None = None, uplinks: Sequence[int] = (), **options: Any
+    ) -> None:
         self.size = size
         self.hosts = list(hosts or [0] * size)
+        self.weights = core.owner_weights([uplinks[host] for host in dict.fromkeys(self.hosts)]) if uplinks else []
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"rank-of-{size}")
         store = core.MemoryStore()
         options = {"transport": _transport(), "full_mesh_ranks": _full_mesh_ranks(), **options}
+        if uplinks:
+            options["table"] = {**options.get("table", {}), **{f"uplink.h{i}": rate for i, rate in enumerate(uplinks)}}
         self.runtimes = self.each(
-            lambda rank: core.Runtime(store, rank, size, host_id=f"host {self.hosts[rank]}", **options)
+            lambda rank: core.Runtime(
+                store, rank, size, host_id=f"host {self.hosts[rank]}", host_name=self._name(rank), **options
+            )
         )
         self._groups: dict[str, list[Any]] = {}
+
+    def _name(self, rank: int) -> str:
+        """Of its host in the map; without a map the system's."""
+        return f"h{self.hosts[rank]}" if self.weights else ""
 
     def groups(self, table: Mapping[str, int]) -> list[Any]:
         """The group of all ranks with this algorithm table, one handle per rank."""
@@ -93,7 +105,8 @@ def world(size: int, hosts: tuple[int, ...] | None = None, **options: int) -> Wo
 
 @functools.cache
 def _world(size: int, hosts: tuple[int, ...] | None, transport: str, options: tuple[tuple[str, int], ...]) -> World:
-    made = World(size, hosts=hosts, transport=transport, **dict(options))
+    others: dict[str, Any] = dict(options)
+    made = World(size, hosts=hosts, transport=transport, **others)
     _made.append(made)
     return made
 

@@ -93,6 +93,7 @@ class Case:
             self.owner_offsets,
             self.codec,
             hosts=_numbered(self.ranks.hosts),
+            weights=self.ranks.weights,
             divisor=self.divisor or self.ranks.size,
             factor=self.factor,
             residuals=self.residuals,

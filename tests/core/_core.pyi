@@ -177,6 +177,7 @@ class Runtime:
         heal_ms: int = 4000,
         tls: bool = False,
         door: str = "",
+        host_name: str = "",
     ) -> None:
         """`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results.
         With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.
@@ -389,6 +390,9 @@ def network_interfaces(spec: str | None = None) -> list[dict[str, Any]]:
 
 def openssl_version(library: str = "") -> str:
     """Of the OpenSSL that RINGDP_TLS would use. Raises SystemResourceError where there is none."""
+
+def owner_weights(rates: Sequence[int]) -> list[int]:
+    """How much of a buffer each host owns, by the rates of the hosts' links; empty: all own alike."""
 
 def reduction_supported(dtype: str, op: str) -> bool: ...
 def registered_transports() -> list[dict[str, Any]]:

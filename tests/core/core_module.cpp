@@ -29,15 +29,13 @@ void check_interrupt() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int rank, int world, int64_t timeout_ms,
-                                      int64_t spin_us, const std::string& secret, uint32_t epoch,
-                                      int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
-                                      const std::string& host_id, const TuningLimits& table,
-                                      const std::string& table_source, const std::string& transport,
-                                      std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
-                                      uint64_t flip_within, int full_mesh_ranks, const std::string& site,
-                                      const std::string& dump_folder, int streams, const std::string& congestion,
-                                      int64_t heal_ms, bool tls, const std::string& door) {
+std::shared_ptr<Runtime> make_runtime(
+    const std::shared_ptr<Store>& store, int rank, int world, int64_t timeout_ms, int64_t spin_us,
+    const std::string& secret, uint32_t epoch, int64_t stall_notice_ms, std::size_t segment_bytes, uint64_t fault_seed,
+    const std::string& host_id, const TuningLimits& table, const std::string& table_source,
+    const std::string& transport, std::size_t shm_ring_bytes, int64_t rate_bytes_per_s, bool checksums,
+    uint64_t flip_within, int full_mesh_ranks, const std::string& site, const std::string& dump_folder, int streams,
+    const std::string& congestion, int64_t heal_ms, bool tls, const std::string& door, const std::string& host_name) {
   const AlgorithmTables tables = tables_from(table);
   RendezvousOptions rendezvous;
   rendezvous.rank = rank;
@@ -45,6 +43,7 @@ std::shared_ptr<Runtime> make_runtime(const std::shared_ptr<Store>& store, int r
   rendezvous.waiting.timeout_ms = timeout_ms;
   rendezvous.epoch = epoch;
   rendezvous.host.id = host_id;
+  rendezvous.host.name = host_name;
   rendezvous.host.site = site;
   rendezvous.links.streams = streams;
   rendezvous.links.congestion = congestion;
@@ -138,7 +137,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("rate_bytes_per_s") = 0, py::arg("checksums") = false, py::arg("flip_within") = 0,
            py::arg("full_mesh_ranks") = kFullMeshRanks, py::arg("site") = "", py::arg("dump_folder") = "",
            py::arg("streams") = kAutomaticStreams, py::arg("congestion") = std::string(kAutomaticCongestion),
-           py::arg("heal_ms") = 4000, py::arg("tls") = false, py::arg("door") = "",
+           py::arg("heal_ms") = 4000, py::arg("tls") = false, py::arg("door") = "", py::arg("host_name") = "",
            "`segment_bytes` and `fault_seed` (not 0: short reads and writes, refusals) change timing, never results. "
            "With a `fault_seed`, one bit of the first `flip_within` bytes from each peer flips.")
       .def("shut_down", &Runtime::shut_down, NoGil())

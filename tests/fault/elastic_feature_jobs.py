@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,7 @@ from torch import Tensor
 import ringdp
 from ringdp.compression import Info
 from ringdp.ddp.divergence import guard, options
-from tests.fault.elastic_jobs import Net, Told, one_step, telling
+from tests.fault.elastic_jobs import Net, Told, one_step, telling, train
 from tests.fault.faults import Faults
 
 GUARDED_WITHIN = 50  # steps
@@ -60,3 +62,22 @@ class Rounded:
 
     def decompress(self, payload: Any, info: Info) -> Tensor:
         return payload[0].view(torch.float8_e5m2).float()
+
+
+LINES = {"a": "1gbit", "b": "1gbit", "c": "1gbit", "d": "100mbit"}
+"""Of each place's site."""
+
+
+def on_unequal_links(
+    folder: str,
+    steps: range,
+    faults: Faults | None = None,
+    *,
+    places: tuple[int, ...] | None = None,
+    **options: Any,
+) -> Told:
+    rank = int(os.environ["RANK"])
+    path = Path(folder, f"map-{rank}.json")
+    path.write_text(json.dumps({"ringdp_tuning": 1, "uplinks": LINES}))
+    os.environ |= {"RINGDP_SITE": [*LINES][places[rank] if places else rank], "RINGDP_TUNING": str(path)}
+    return train(folder, steps, faults or Faults(), places=places, **options)

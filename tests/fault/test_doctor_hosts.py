@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ringdp.config import tuning
 from tests.fault.hosts import Lab, Outcome, RankServer, RankSpec, run, why_not
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(90), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
@@ -41,7 +42,7 @@ def examine(spec: RankSpec, outcome: Outcome) -> None:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         words = os.environ["DOCTOR_WORDS"].split()
         outcome.value = command.main(["doctor", "--json", "--seconds", "2", *words])
-    outcome.text = out.getvalue() + err.getvalue()
+    outcome.text = out.getvalue() or err.getvalue()
 
 
 def doctor(
@@ -89,7 +90,7 @@ def sentences(told: dict[str, Any], verdict: str) -> list[str]:
 
 def test_the_slow_edge_is_named(server: RankServer, lab: Lab, tmp_path: Path) -> None:
     slow_down(lab, 2, "50mbit")
-    told = doctor(server, lab, tmp_path, "--min-bandwidth 500mbit")
+    told = doctor(server, lab, tmp_path, f"--min-bandwidth 500mbit --uplinks {tmp_path}/map.json")
     assert set(told) == {0}  # rank 0 speaks for all
     code, report = told[0]
     assert code == 1
@@ -99,6 +100,9 @@ def test_the_slow_edge_is_named(server: RankServer, lab: Lab, tmp_path: Path) ->
     rates = {(it["source"], it["target"]): it["bytes_per_s"] * 8e-6 for it in report["matrix"]["edges"]}
     for (source, _), mbit in rates.items():
         assert 35 < mbit < 65 if source == 2 else 100 < mbit < 1200, rates  # other work takes the cores at times
+    *fast, slow = tuning.read(f"{tmp_path}/map.json").limits.items()
+    assert [name for name, _ in (*fast, slow)] == ["uplink.h0", "uplink.h1", "uplink.h2"]
+    assert 35 < slow[1] * 8e-6 < 65 < min(rate for _, rate in fast) * 8e-6
     [met] = [one for one in report["findings"] if one["check"] == "ring"]
     assert met["verdict"] == "ok"
     assert "ring met in" in met["sentence"]

@@ -15,7 +15,7 @@ from ringdp.compression import Int8, PowerSGD, RandomK, Sparse2, TopK
 from tests.fault import elastic_feature_jobs as jobs
 from tests.fault.elastic_jobs import HOOKS
 from tests.fault.elastic_jobs import train as jobs_train
-from tests.fault.elastic_oracle import compare, live, survivors
+from tests.fault.elastic_oracle import STEPS, compare, live, plain, survivors
 from tests.fault.faults import PHASES, Faults, drawn, sampled
 from tests.train.harness import ring_is_built, run_outcomes
 
@@ -41,6 +41,16 @@ def test_other_codecs_one_after_the_other_down_to_one(tmp_path: Path, codec: str
 def test_codes_without_rank_order_and_warm_up(tmp_path: Path) -> None:
     options: dict[str, Any] = {"options": {"compression": "int8", "reproducible": False}}
     compare(tmp_path, 3, Faults().kill(2, 1), **options)
+
+
+@pytest.mark.parametrize("compression", [Int8(error_feedback=True), None], ids=["codes", "exact"])
+@pytest.mark.parametrize("victim", [1, 3], ids=["an owner", "the host that owns nothing"])
+def test_on_unequal_links_the_map_shrinks_with_the_members(tmp_path: Path, victim: int, compression: Any) -> None:
+    options: dict[str, Any] = {"compression": compression, "reproducible": False}
+    faults = Faults().kill(victim, 1, "last bucket")
+    told = compare(tmp_path, 4, faults, jobs.on_unequal_links, options=options)
+    if compression is not None:  # owners encode the mean: its bits show who they are
+        assert told[0].gradients[0] != plain(faults.members(4, STEPS), options=options)[0][0][0]
 
 
 PYTHON = {

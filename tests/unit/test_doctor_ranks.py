@@ -47,6 +47,12 @@ def matrix(host_of: tuple[int, ...], *, rates: dict[tuple[int, int], float] | No
     return Matrix(host_of, tuple(f"n{host}" for host in host_of), found)
 
 
+def test_a_hosts_link_is_its_fastest_edge_in_the_slower_direction() -> None:
+    rates = {(0, 2): 50e6, (1, 2): 10e6, (3, 2): 20e6}  # what host 1 gets
+    assert matrix((0, 0, 1, 2), rates=rates).uplinks() == {"n0": 125e6, "n1": 50e6, "n2": 125e6}
+    assert matrix((0, 0)).uplinks() == {}
+
+
 def problems(findings: list[Finding]) -> list[Finding]:
     return [one for one in findings if one.verdict is Verdict.PROBLEM]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ringdp import _C
 from ringdp.__main__ import main
 from ringdp.config import tuning
 from ringdp.config.tuning import Tuning
@@ -86,6 +87,28 @@ def test_a_slow_host_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     slow = json.loads(run(capsys, *words, "--slow", "host5:0.5", "--json")[1])
     times = [it["sizes"][0]["outcomes"][0]["seconds"] for it in (even, slow)]
     assert times[1] == pytest.approx(2 * times[0], rel=0.1)
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_with_a_map_of_unequal_links_a_slow_host_sends_its_data_once(
+    per_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = 8 << 20
+    words = ("--hosts", "4", "--per-host", str(per_host), "--link", "1gbit", "--slow", "host3:0.1", "--size", str(size))
+    path = tmp_path / "tuning.json"
+    tuning.write_uplinks(str(path), {"host0": GBIT, "host3": GBIT / 10}, "a map of some")
+
+    def times() -> tuple[float, float]:
+        """Of the table's choice and of codes, over what the slow link needs for the data once."""
+        (found,) = json.loads(run(capsys, *words, "--compressed", "int8", "--json")[1])["sizes"]
+        rows = {row["algorithm"]: row["seconds"] for row in found["outcomes"]}
+        link, codes = GBIT / 10 / 1.05, _C.codec_bytes("int8", size // 4)
+        return rows[found["chosen"]] * link / size, rows["compressed int8"] * link / codes
+
+    without = times()
+    assert all(1.5 <= it < 1.62 for it in without)
+    monkeypatch.setenv("RINGDP_TUNING", str(path))
+    assert all(1.0 <= it < 1.15 for it in times())
 
 
 def test_sites_share_their_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,24 @@ def test_the_file_is_read_into_limits_and_costs(tmp_path: Path) -> None:
             "layouts.one_host.direct_ranks must be a whole number of ranks, 0 to 2**20, not -1",
         ),
         ({"ringdp_tuning": 1, "layouts": {"one_host": {"direct_ranks": 2**21}}}, f"not {2**21}"),
+        (
+            {"ringdp_tuning": 1, "uplinks": ["1gbit"]},
+            "uplinks must be an object with the rates of two hosts or more, not [",
+        ),
+        (
+            {"ringdp_tuning": 1, "uplinks": {"a": "1gbit"}},
+            "uplinks must be an object with the rates of two hosts or more",
+        ),
+        ({"ringdp_tuning": 1, "uplinks": {"a": "1gbit", "b": 1e9}}, "uplinks.b must be a rate as 1gbit, 100mbit"),
+        (
+            {"ringdp_tuning": 1, "uplinks": {"a": "0mbit", "b": "1gbit"}},
+            "uplinks.a must be a rate as 1gbit, 100mbit or",
+        ),
+        ({"ringdp_tuning": 1, "uplinks": {"a": "9999999gbit", "b": "1gbit"}}, 'not "9999999gbit"'),
+        (
+            {"ringdp_tuning": 1, "uplinks": {"a b": "1gbit", "c": "1gbit"}},
+            """uplinks has "a b", which is not a host's name""",
+        ),
         ({"ringdp_tuning": 1, "costs": {"alpha": 1}}, "costs.alpha is not known; allowed are alpha_local_us"),
         ({"ringdp_tuning": 1, "costs": {"alpha_local_us": "fast"}}, 'must be a number, 0 or more, not "fast"'),
     ],
@@ -86,6 +104,21 @@ def test_what_is_wrong_names_file_key_and_what_is_allowed(document: Any, words: 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemResourceError, match=r"RINGDP_TUNING=.*nowhere.json cannot be read: .*benchmarks tune"):
         RingConfig.from_environment({"RINGDP_TUNING": str(tmp_path / "nowhere.json")})
+
+
+def test_measured_links_go_into_a_file_that_keeps_what_else_it_says(tmp_path: Path) -> None:
+    path = Path(write(tmp_path, one_host={"fold_sent_bytes": 4096}))
+    for _ in range(2):  # the second time there are some
+        tuning.write_uplinks(str(path), {"a": 118.3e6, "b": 11.8e6}, "what is not said of a file that is there")
+    found = tuning.read(str(path))
+    assert found.limits == {"one_host.fold_sent_bytes": 4096, "uplink.a": 118_300_000, "uplink.b": 11_800_000}
+    assert json.loads(path.read_text())["machine"] == "a test"
+    path.write_text("{}")
+    with pytest.raises(InvalidArgumentError, match="ringdp_tuning must be 1"):
+        tuning.write_uplinks(str(path), {"a": 1e6, "b": 1e6}, "")
+    assert path.read_text() == "{}"
+    tuning.write_uplinks(str(tmp_path / "new.json"), {"a": 1e6, "b": 2e6}, "two hosts")
+    assert tuning.read(str(tmp_path / "new.json")).limits == {"uplink.a": 1_000_000, "uplink.b": 2_000_000}
 
 
 def test_python_and_the_core_know_the_same_limits() -> None:

@@ -58,9 +58,22 @@ const AlgorithmTable& AlgorithmTables::of(Layout layout) const {
   return layout == Layout::kOneRankPerHost ? one_rank_per_host : several_ranks_per_host;
 }
 
+namespace {
+
+constexpr auto kAnySize = std::numeric_limits<std::size_t>::max();
+
+}  // namespace
+
+AlgorithmTable AlgorithmTables::of(std::span<const int> hosts, const Weights& weights) const {
+  AlgorithmTable out = of(layout_of(hosts));
+  if (weights.empty()) return out;
+  out.pairwise_bytes = kAnySize;
+  if (layout_of(hosts) == Layout::kSeveralRanksPerHost) out.halving_rank_bytes = 0;
+  return out;
+}
+
 AlgorithmTables tables_for(const AlgorithmTables& tables, int64_t round_trip_us) {
   AlgorithmTables out = tables;
-  constexpr auto kAnySize = std::numeric_limits<std::size_t>::max();
   auto far = [&](const AlgorithmTable& table) {
     return round_trip_us > 0 && static_cast<std::size_t>(round_trip_us) >= table.far_round_trip_us;
   };
@@ -169,6 +182,8 @@ constexpr Limit kLimits[] = {
     {"exact_bucket_bytes", &AlgorithmTable::exact_bucket_bytes},
 };
 
+constexpr std::string_view kUplink = "uplink.";
+
 std::string limit_name(Layout layout, const Limit& limit) {
   return std::string(layout_name(layout)) + "." + std::string(limit.name);
 }
@@ -213,6 +228,11 @@ std::string describe_ranges(const AlgorithmTable& table, std::span<const int> ho
 AlgorithmTables tables_from(const TuningLimits& limits) {
   AlgorithmTables tables;
   for (const auto& [name, value] : limits) {
+    if (name.starts_with(kUplink)) {
+      if (value == 0) throw Error(ErrorKind::kValue, name + " is 0 bytes a second");
+      tables.uplinks[name.substr(kUplink.size())] = value;
+      continue;
+    }
     bool known = false;
     for_each_limit([&](Layout layout, const Limit& limit) {
       if (name != limit.name && name != limit_name(layout, limit)) return;
@@ -228,6 +248,7 @@ TuningLimits limits_of(const AlgorithmTables& tables) {
   TuningLimits limits;
   for_each_limit(
       [&](Layout layout, const Limit& limit) { limits[limit_name(layout, limit)] = tables.of(layout).*limit.value; });
+  for (const auto& [host, rate] : tables.uplinks) limits[std::string(kUplink) + host] = rate;
   return limits;
 }
 

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "base/types.h"
+#include "collective/owner_weights.h"
 
 namespace ringdp {
 
@@ -66,6 +67,8 @@ struct AlgorithmTables {
   AlgorithmTables(const AlgorithmTable& all) : one_host(all), one_rank_per_host(all), several_ranks_per_host(all) {}
 
   const AlgorithmTable& of(Layout layout) const;
+  // The table of a group on these hosts: where they have weights, in pairs in place of rings, as between far hosts.
+  AlgorithmTable of(std::span<const int> hosts, const Weights& weights) const;
   bool operator==(const AlgorithmTables&) const = default;
 
   AlgorithmTable one_host;
@@ -75,6 +78,8 @@ struct AlgorithmTables {
       .fold_sent_bytes = 48 * 1024, .halving_rank_bytes = 512 * 1024, .pairwise_bytes = 256 * 1024};
   // A fold sends the same to a host several times.
   AlgorithmTable several_ranks_per_host{.fold_sent_bytes = 24 * 1024, .halving_rank_bytes = 64 * 1024};
+  // Bytes a second of hosts' links, or of sites' lines, by name: owner_weights. Empty: all are taken to be alike.
+  std::map<std::string, std::size_t> uplinks;
 };
 
 // The tables for a job whose longest round trip between hosts takes `round_trip_us`, the same on all ranks: unchanged,
@@ -103,6 +108,7 @@ Algorithm choose_all_gather(const AlgorithmTable& table, int world, std::size_t 
 // it), what ranks compare in the rendezvous, and what is logged. Value types, any thread.
 
 // "one_host.fold_sent_bytes" to bytes, "one_host.direct_ranks" to ranks; without a layout in front, for all layouts.
+// "uplink.NAME" to bytes a second.
 using TuningLimits = std::map<std::string, std::size_t>;
 
 // The built-in tables with the values of `limits`. Throws Error(kValue) for an unknown name.

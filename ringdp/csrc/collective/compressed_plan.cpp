@@ -25,6 +25,7 @@ std::size_t units_of(std::size_t count) { return (count + CompressedPlan::kUnit 
 GroupView code_hosts(GroupView group) {
   if (group.rank_order || layout_of(group.hosts) != Layout::kSeveralRanksPerHost)
     std::iota(group.hosts.begin(), group.hosts.end(), 0);
+  if (group.rank_order) group.weights.clear();
   return group;
 }
 
@@ -41,10 +42,21 @@ std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owne
   return bounds;
 }
 
+// The host's weight for each of its shares' parts.
+std::vector<std::size_t> owner_bounds(std::size_t count, const HostMap& hosts, uint32_t owner_offset) {
+  if (hosts.weights.empty()) return part_bounds(count, hosts.most * hosts.count(), owner_offset);
+  Weights weights;
+  for (int share = 0; share < hosts.most; ++share)
+    weights.insert(weights.end(), hosts.weights.begin(), hosts.weights.end());
+  std::vector<std::size_t> bounds = weighted_bounds(units_of(count), weights, owner_offset);
+  for (std::size_t& bound : bounds) bound = std::min(bound * CompressedPlan::kUnit, count);
+  return bounds;
+}
+
 std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,
                                                                 uint32_t owner_offset) {
   const HostMap hosts(code_hosts(group));
-  const std::vector<std::size_t> bounds = part_bounds(count, hosts.most * hosts.count(), owner_offset);
+  const std::vector<std::size_t> bounds = owner_bounds(count, hosts, owner_offset);
   std::vector<std::pair<std::size_t, std::size_t>> out;
   for (int share = 0; share < hosts.most; ++share) {
     const auto part = static_cast<std::size_t>(share * hosts.count() + hosts.here);
@@ -72,7 +84,7 @@ CompressedPlan::CompressedPlan(const HostMap& hosts, std::span<const CompressedS
 std::vector<std::vector<CompressedPlan::Run>> CompressedPlan::cut(std::span<const CompressedSection> sections) const {
   std::vector<std::vector<Run>> out(static_cast<std::size_t>(parts_));
   for (std::size_t i = 0; i < sections.size(); ++i) {
-    const std::vector<std::size_t> bounds = part_bounds(sections[i].count, parts_, sections[i].owner_offset);
+    const std::vector<std::size_t> bounds = owner_bounds(sections[i].count, hosts_, sections[i].owner_offset);
     for (std::size_t part = 0; part + 1 < bounds.size(); ++part)
       if (bounds[part] < bounds[part + 1]) out[part].push_back({i, bounds[part], bounds[part + 1]});
   }

@@ -1,9 +1,10 @@
 // CompressedPlan: the messages of a compressed all-reduce, made from the host map, the sections and the codec. Every
 // rank derives the same one.
 //
-// h hosts, of which the fullest has k ranks: each section is cut into k·h parts, in whole units. Part s·h + H belongs
-// to host H and to share s, which is carried on every host by that host's rank number s modulo its number of ranks. Of
-// all sections' parts of one number, laid end to end, segments are made. Four things happen to a segment:
+// h hosts, of which the fullest has k ranks: each section is cut into k·h parts, in whole units. Part s·h + H, of the
+// host's weight where hosts have weights, belongs to host H and to share s, which is carried on every host by that
+// host's rank number s modulo its number of ranks. Of all sections' parts of one number, laid end to end, segments are
+// made. Four things happen to a segment:
 //   input   the ranks of a host send their x to the host's carrier, which adds them up in rank order (nothing to do
 //           where a host has one rank);
 //   code    the carriers send the code of that sum to the carrier on the owner's host, which decodes and adds in the
@@ -26,11 +27,12 @@
 namespace ringdp {
 
 // The hosts that exchange codes: the group's own if there are several hosts and one has several ranks; otherwise, and
-// in rank order, each rank counts as a host.
+// in rank order, each rank counts as a host. In rank order all own alike.
 GroupView code_hosts(GroupView group);
 
-// Where the parts of a section begin, and at the end `count`.
+// Where the parts of a section begin, and at the end `count`: equal ones, and those of the hosts by their weights.
 std::vector<std::size_t> part_bounds(std::size_t count, int parts, uint32_t owner_offset);
+std::vector<std::size_t> owner_bounds(std::size_t count, const HostMap& hosts, uint32_t owner_offset);
 
 // [begin, end) of those elements of a section whose mean this rank computes.
 std::vector<std::pair<std::size_t, std::size_t>> owned_elements(const GroupView& group, std::size_t count,

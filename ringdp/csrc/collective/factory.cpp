@@ -154,7 +154,7 @@ std::unique_ptr<Operation> make_all_reduce(const AlgorithmTable& table, const Gr
                                        std::to_string(memory.size()));
   const AllReduceAlgorithm& algorithm = find_all_reduce({table, group.hosts, dtype, memory.size(), group.rank_order});
   OperationShape shape = shape_of(Collective::kAllReduce, dtype, op, algorithm.id, memory.size());
-  shape.layout_hash = host_digest(group.hosts);
+  shape.layout_hash = host_digest(group);
   if (group.size == 1) {
     auto alone = empty_exchange(group, shape, std::move(name));
     alone->look_at_start(memory);
@@ -171,7 +171,7 @@ std::unique_ptr<Operation> make_all_reduce_compressed(const GroupView& group, st
                                                       std::shared_ptr<FiniteReport> report, std::string name) {
   check_compression(sections, compression);
   std::size_t count = 0;
-  uint64_t layout = hash_mix(host_digest(group.hosts), compression.divisor);
+  uint64_t layout = hash_mix(host_digest(group), compression.divisor);
   for (const CompressedSection& section : sections) {
     count += section.count;
     layout = hash_mix(hash_mix(layout, section.count), section.owner_offset);
@@ -264,7 +264,7 @@ std::unique_ptr<Operation> make_reduce_scatter(const AlgorithmTable& table, cons
   }
   Algorithm algorithm = choose_reduce_scatter(table, group.hosts, output.size());
   OperationShape shape = shape_of(Collective::kReduceScatter, dtype, op, algorithm, output.size());
-  shape.layout_hash = host_digest(group.hosts);
+  shape.layout_hash = host_digest(group);
   if (tensors.size() > 1)
     for (const ScatteredTensor& tensor : tensors) shape.layout_hash = hash_mix(shape.layout_hash, tensor.output.size());
   if (group.size == 1) {

@@ -9,8 +9,8 @@
 
 namespace ringdp {
 
-// For OperationShape::layout_hash: 0 on one host, otherwise a hash of the map. `hosts` as in GroupView.
-uint64_t host_digest(std::span<const int> hosts);
+// For OperationShape::layout_hash: 0 on one host, otherwise a hash of the map and of the hosts' weights.
+uint64_t host_digest(const GroupView& group);
 
 struct HostMap {
   explicit HostMap(const GroupView& group);
@@ -28,6 +28,7 @@ struct HostMap {
   int place = 0;                          // and its place in `local()`
   int most = 0;                           // members of the host that has most
   int ranks = 0;                          // of the group
+  Weights weights;                        // as in GroupView
 };
 
 }  // namespace ringdp

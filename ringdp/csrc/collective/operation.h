@@ -19,6 +19,7 @@
 
 #include "base/types.h"
 #include "collective/finite.h"
+#include "collective/owner_weights.h"
 #include "collective/scratch.h"
 #include "device/staging.h"
 #include "kernels/kernels.h"
@@ -58,6 +59,7 @@ struct GroupView {
   std::vector<int> members;
   std::vector<int> hosts;  // hosts[i]: number of member i's host; hosts are numbered as they first appear
   bool far = false;        // a round trip between the job's hosts takes long (tables_for)
+  Weights weights;         // [host]: of what its ranks own; empty: equal (owner_weights)
   // All-reduces add every element, or the codes of it, in rank order: the bits do not depend on `hosts`, nor on the
   // other elements of the buffer.
   bool rank_order = false;

@@ -140,8 +140,11 @@ const AllReduceAlgorithm kPairwiseAllReduce{
     },
     [](const GroupView& group, const OperationShape& shape, std::string name,
        std::span<std::byte> memory) -> std::unique_ptr<Operation> {
-      return std::make_unique<Pairwise>(group, shape, std::move(name),
-                                        by_part({split(memory, group.size, shape.dtype)}, group.size), Scattered());
+      // Several ranks on a host own alike: pairs between hosts are for one on each.
+      const bool weighted = group.weights.size() == group.hosts.size();
+      const auto chunks = split(memory, group.size, shape.dtype,
+                                weighted ? std::span<const uint32_t>(group.weights) : std::span<const uint32_t>());
+      return std::make_unique<Pairwise>(group, shape, std::move(name), by_part({chunks}, group.size), Scattered());
     }};
 
 }  // namespace ringdp

@@ -8,19 +8,27 @@
 #include <vector>
 
 #include "base/types.h"
+#include "collective/owner_weights.h"
 
 namespace ringdp {
 
-// Chunks: how a buffer is cut into equal parts. They begin at multiples of 16 elements, so that loads stay aligned;
-// the last ones may be shorter or empty. Part of what fixes the order of summation (docs/reference/algorithms.md).
-// Value type, any thread.
+// Chunks: how a buffer is cut into parts, equal ones or by weight. They begin at multiples of 16 elements, so that
+// loads stay aligned; the last ones may be shorter or empty. Part of what fixes the order of summation
+// (docs/reference/algorithms.md). Value type, any thread.
 class Chunks {
  public:
-  Chunks(std::size_t bytes, int parts, std::size_t element_bytes) : bytes_(bytes) {
+  Chunks(std::size_t bytes, int parts, std::size_t element_bytes, std::span<const uint32_t> weights = {})
+      : bytes_(bytes) {
     std::size_t count = bytes / element_bytes, n = static_cast<std::size_t>(parts);
     each_ = ((count + n - 1) / n + kElements - 1) / kElements * kElements * element_bytes;
+    if (weights.empty()) return;
+    begins_ = weighted_bounds((count + kElements - 1) / kElements, weights, 0);
+    for (std::size_t& begin : begins_) begin = std::min(begin * kElements * element_bytes, bytes);
   }
-  std::size_t begin(int part) const { return std::min(static_cast<std::size_t>(part) * each_, bytes_); }
+  std::size_t begin(int part) const {
+    const auto p = static_cast<std::size_t>(part);
+    return begins_.empty() ? std::min(p * each_, bytes_) : begins_[p];
+  }
   std::size_t size(int part) const { return begin(part + 1) - begin(part); }
 
  private:
@@ -28,10 +36,12 @@ class Chunks {
 
   std::size_t bytes_;
   std::size_t each_;
+  std::vector<std::size_t> begins_;  // by weight; and the end
 };
 
-inline std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype) {
-  Chunks chunks(memory.size(), parts, dtype_size(dtype));
+inline std::vector<std::span<std::byte>> split(std::span<std::byte> memory, int parts, DType dtype,
+                                               std::span<const uint32_t> weights = {}) {
+  Chunks chunks(memory.size(), parts, dtype_size(dtype), weights);
   std::vector<std::span<std::byte>> out;
   for (int part = 0; part < parts; ++part) out.push_back(memory.subspan(chunks.begin(part), chunks.size(part)));
   return out;

@@ -1,6 +1,7 @@
 #include "collective/two_level.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "collective/all_reduce.h"
 #include "collective/scattered.h"
@@ -53,7 +54,8 @@ namespace {
 // Part of the order of summation (docs/reference/algorithms.md): how the buffer is cut.
 constexpr std::size_t kBlockBytes = RankOrderFold::kBlockBytes;  // longest
 constexpr std::size_t kLeastBlockBytes = 16 * 1024;              // shorter only so that every rank gets a share
-constexpr int kLeastRounds = 4;  // shares of each carrier: the work inside overlaps the wire
+constexpr std::size_t kMostUnitBytes = 256;  // by which a block by weight may be longer than its part of the whole
+constexpr int kLeastRounds = 4;              // shares of each carrier: the work inside overlaps the wire
 
 // The pipeline's depth, in rounds of a share for every carrier; the bits do not depend on it. Inputs are sent inside a
 // host so many rounds before they are needed between hosts, and between hosts a share waits for its next step while so
@@ -64,9 +66,14 @@ constexpr int kLag = 4;
 
 }  // namespace
 
-int two_level_shares(std::size_t bytes, int hosts, int most) {
+int two_level_shares(std::size_t bytes, int hosts, int most, const Weights& weights) {
   auto h = static_cast<std::size_t>(hosts), k = static_cast<std::size_t>(most);
-  std::size_t needed = (bytes + h * kBlockBytes - 1) / (h * kBlockBytes);
+  std::size_t longest = h * kBlockBytes;
+  if (!weights.empty()) {
+    const uint64_t whole = std::accumulate(weights.begin(), weights.end(), uint64_t{0});
+    longest = (kBlockBytes - kMostUnitBytes) * whole / *std::max_element(weights.begin(), weights.end());
+  }
+  std::size_t needed = (bytes + longest - 1) / longest;
   std::size_t wanted = std::min(kLeastRounds * k, bytes / (h * kLeastBlockBytes));
   std::size_t count = std::max<std::size_t>({needed, wanted, 1});
   return static_cast<int>((count + k - 1) / k * k);
@@ -82,9 +89,9 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
       memory_(memory),
       element_bytes_(dtype_size(dtype)),
       half_(dtype == DType::kFloat16 || dtype == DType::kBfloat16),
-      in_pairs_(half_ || far),
+      in_pairs_(half_ || far || !hosts.weights.empty()),
       ranks_(op == ReduceOp::kAvg ? hosts.ranks : 1),
-      share_count_(two_level_shares(memory.size(), hosts.count(), hosts.most)),
+      share_count_(two_level_shares(memory.size(), hosts.count(), hosts.most, hosts.weights)),
       steps_(in_pairs_ ? 2 : 2 * (hosts.count() - 1)),
       shares_(memory.size(), share_count_, element_bytes_),
       latest_(static_cast<std::size_t>(share_count_ * hosts.count())) {
@@ -110,7 +117,7 @@ AllReducePlan::AllReducePlan(const HostMap& hosts, std::span<std::byte> memory, 
 
 std::span<std::byte> AllReducePlan::block(int share, int number) const {
   std::span<std::byte> whole = memory_.subspan(shares_.begin(share), shares_.size(share));
-  Chunks blocks(whole.size(), hosts_.count(), element_bytes_);
+  Chunks blocks(whole.size(), hosts_.count(), element_bytes_, hosts_.weights);
   return whole.subspan(blocks.begin(number), blocks.size(number));
 }
 

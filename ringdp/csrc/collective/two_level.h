@@ -10,7 +10,7 @@
 // modulo its number of ranks. Three things happen to it:
 //   inside    the ranks of a host send their part to the host's carrier, which adds up in rank order;
 //   between   the carriers of the hosts go round a ring with it (wide types), or exchange its blocks (half types; all
-//     types between far hosts);
+//     types between far hosts, and hosts with weights);
 //   result    each carrier passes finished blocks on to the other ranks of its host.
 // All stages have one order, by `turn`, in which later shares begin while earlier ones are between hosts. A turn needs
 // results of earlier turns only, and every stream is in that order, so the oldest missing piece can always move: no
@@ -49,7 +49,7 @@ class ReduceScatterPlan final : public StagePlan {
 };
 
 // How many shares an all-reduce of that many bytes has, of hosts of which the fullest has `most` ranks.
-int two_level_shares(std::size_t bytes, int hosts, int most);
+int two_level_shares(std::size_t bytes, int hosts, int most, const Weights& weights = {});
 
 class AllReducePlan final : public StagePlan {
  public:

@@ -27,10 +27,28 @@ std::vector<int> numbers(const std::vector<MeshPeer>& peers, std::string MeshPee
   return out;
 }
 
+bool several_sites(const std::vector<MeshPeer>& peers) {
+  return std::any_of(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.site != peers.front().site; });
+}
+
 std::vector<int> host_numbers(const std::vector<MeshPeer>& peers) {
-  const bool several_sites =
-      std::any_of(peers.begin(), peers.end(), [&](const MeshPeer& it) { return it.site != peers.front().site; });
-  return numbers(peers, several_sites ? &MeshPeer::site : &MeshPeer::host_identity);
+  return numbers(peers, several_sites(peers) ? &MeshPeer::site : &MeshPeer::host_identity);
+}
+
+std::vector<Runtime::Uplink> uplinks_of(const std::vector<MeshPeer>& peers, const std::vector<int>& hosts,
+                                        const std::map<std::string, std::size_t>& map) {
+  std::vector<Runtime::Uplink> out;
+  if (map.empty()) return out;
+  std::size_t fastest = 0;
+  for (const auto& [name, rate] : map) fastest = std::max(fastest, rate);
+  const bool sites = several_sites(peers);
+  for (std::size_t rank = 0; rank < peers.size(); ++rank) {
+    if (static_cast<std::size_t>(hosts[rank]) < out.size()) continue;
+    const std::string& name = sites ? peers[rank].site : peers[rank].info.host;
+    const auto found = map.find(name);
+    out.push_back({name, found != map.end() ? found->second : fastest, found != map.end()});
+  }
+  return out;
 }
 
 }  // namespace
@@ -42,6 +60,7 @@ Runtime::Runtime(int rank, Mesh mesh, EngineOptions options, AlgorithmTables tab
     : connecting_(std::move(mesh.late)),
       hosts_(host_numbers(mesh.peers)),
       tables_(tables),
+      uplinks_(uplinks_of(mesh.peers, hosts_, tables.uplinks)),
       round_trip_us_(mesh.round_trip_us),
       tables_in_use_(tables_for(tables, mesh.round_trip_us)) {
   std::vector<MeshPeer>& peers = mesh.peers;
@@ -133,6 +152,12 @@ GroupView view_of(int world_rank, const Runtime& runtime, std::vector<int> membe
         seen.emplace(hosts[static_cast<std::size_t>(member)], static_cast<int>(seen.size())).first->second);
   view.members = std::move(members);
   view.far = runtime.far() && seen.size() > 1;
+  if (!runtime.uplinks().empty()) {
+    std::vector<std::size_t> rates(seen.size());
+    for (const auto& [host, number] : seen)
+      rates[static_cast<std::size_t>(number)] = runtime.uplinks()[static_cast<std::size_t>(host)].bytes_per_s;
+    view.weights = owner_weights(rates);
+  }
   return view;
 }
 
@@ -188,7 +213,8 @@ void OpenGroup::wait(Work& work, int64_t timeout_ms) {
 GroupHandle::GroupHandle(std::shared_ptr<Runtime> runtime, const std::string& name, const std::vector<int>& members,
                          int64_t timeout_ms, const AlgorithmTables& tables,
                          const std::shared_ptr<ElasticGroup>& elastic)
-    : OpenGroup(std::move(runtime), name, members, timeout_ms, elastic), table_(tables.of(layout_of(view().hosts))) {}
+    : OpenGroup(std::move(runtime), name, members, timeout_ms, elastic),
+      table_(tables.of(view().hosts, view().weights)) {}
 
 GroupView GroupHandle::all_reduce_view() const {
   GroupView out = view();

@@ -44,7 +44,15 @@ class Runtime {
   const AlgorithmTables& tables() const { return tables_; }                // as configured
   const AlgorithmTables& tables_in_use() const { return tables_in_use_; }  // for this job's round trip
   int64_t round_trip_us() const { return round_trip_us_; }                 // Mesh::round_trip_us
-  bool far() const { return tables_in_use_ != tables_; }                   // the round trip counts as long
+  // By number of host: its link to the others by the job's map (AlgorithmTables::uplinks). A host that the map does not
+  // name counts as the fastest that it names. Empty without a map.
+  struct Uplink {
+    std::string host;
+    std::size_t bytes_per_s;
+    bool named;
+  };
+  const std::vector<Uplink>& uplinks() const { return uplinks_; }
+  bool far() const { return tables_in_use_ != tables_; }  // the round trip counts as long
   // The transport's name to every other rank; the expected one if it is not connected yet.
   const std::map<int, std::string>& transports() const { return transports_; }
 
@@ -60,6 +68,7 @@ class Runtime {
   std::atomic<bool> ended_{false};
   std::vector<int> hosts_;
   const AlgorithmTables tables_;
+  const std::vector<Uplink> uplinks_;
   const int64_t round_trip_us_;
   const AlgorithmTables tables_in_use_;
   std::map<int, std::string> transports_;

@@ -64,6 +64,7 @@ struct SimulatedCall {
   Algorithm algorithm = Algorithm::kRing;  // one that reduces all, or kCompressed
   CodecId codec = CodecId::kInt8;          // with kCompressed
   bool far = false;                        // as in GroupView
+  Weights weights;                         // as in GroupView
   double most_messages = 1e7;              // a simulation of more is refused
   // Of hosts that are alike one stands for all in simulations of more messages.
   double fold_from_messages = 2e5;

@@ -116,8 +116,8 @@ Simulation::~Simulation() = default;
 // d places behind it, it gets at that moment from the host d places before it. So one of them is enough.
 void Simulation::fold() {
   const auto hosts = static_cast<int>(network_.hosts.size());
-  const bool possible = call_.memory.empty() && hosts > 2 && all_alike(network_) && !network_.one_machine &&
-                        treats_hosts_alike(call_.algorithm);
+  const bool possible = call_.memory.empty() && call_.weights.empty() && hosts > 2 && all_alike(network_) &&
+                        !network_.one_machine && treats_hosts_alike(call_.algorithm);
   if (!possible || messages(network_, call_) < call_.fold_from_messages) return;
   folded_hosts_ = hosts;
   call_.bytes = bytes_to_fold();
@@ -167,6 +167,7 @@ std::unique_ptr<Operation> Simulation::make_operation(int rank) {
   std::iota(group.members.begin(), group.members.end(), 0);
   if (call_.algorithm != Algorithm::kTree) group.hosts = host_of_;  // 10,000 ranks have 10,000 lists
   group.far = call_.far;
+  group.weights = call_.weights;
   std::span<std::byte> memory = memory_.span().first(call_.bytes);
   if (!call_.memory.empty()) memory = call_.memory[static_cast<std::size_t>(rank)];
   if (call_.algorithm == Algorithm::kCompressed) {

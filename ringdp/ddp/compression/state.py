@@ -4,7 +4,7 @@ hook's memory together."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
                 entries[one.name]["residual"] = residuals[index].clone()
         elif compression.in_hook(index):
             entries[one.name] = of_hook[one.name]
-    return saved.State(
+    state = saved.State(
         group.size(),
         None if consolidated else group.rank(),
         entries,
@@ -49,6 +49,8 @@ def state_dict(compression: ModelCompression, *, consolidated: bool) -> dict[str
         compression.exact_until,
         0 if hook is None else hook.memory.step,
     ).as_dict()
+    weights = _owner_weights(compression)
+    return state | {"owner_weights": weights} if weights and not consolidated else state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,7 @@ def load_state_dict(compression: ModelCompression, state: Mapping[str, Any]) -> 
     loaded = saved.State.read(state, rank, compression.group.size())
     entries = loaded.entries
     _check(compression, entries)
+    _check_owners(compression, state, loaded)
     residuals = _residuals(compression, entries, consolidated=loaded.rank is None)
     checkpoint = None
     if hook is not None:
@@ -139,6 +142,35 @@ def _check(compression: ModelCompression, entries: Mapping[str, Any]) -> None:
         )
     for name in entries:
         saved.check_compressor(name, saved.field(entries, name, Mapping), compression.describe(known[name]))
+
+
+def _owner_weights(compression: ModelCompression) -> list[int]:
+    """What the ranks' hosts own by the job's map of uplinks; empty where all own alike."""
+    from ringdp import _C
+
+    return [] if compression.exchanges_codes else _C.owner_weights_of(compression.group)
+
+
+def _check_owners(compression: ModelCompression, state: Mapping[str, Any], loaded: saved.State) -> None:
+    """A rank's residual is of the mean where it is the owner, and else of its own gradient.
+
+    Raises:
+        InvalidArgumentError: an exact state of ranks that owned other parts.
+    """
+    if loaded.rank is None or not any("residual" in entry for entry in loaded.entries.values()):
+        return
+    then, now = list(state.get("owner_weights", [])), _owner_weights(compression)
+    if then != now:
+        raise InvalidArgumentError(
+            f"this compression state was saved where hosts owned {_shares(then)} of a buffer, and they own"
+            f" {_shares(now)} now, by the map of uplinks (RINGDP_TUNING): give the job the same map, or save the state"
+            " with consolidated=True, which loads with any",
+            rank=loaded.rank,
+        )
+
+
+def _shares(weights: Sequence[int]) -> str:
+    return " : ".join(f"{weight / sum(weights):.0%}" for weight in weights) or "equal parts"
 
 
 def _residuals(compression: ModelCompression, entries: Mapping[str, Any], *, consolidated: bool) -> dict[int, Tensor]:

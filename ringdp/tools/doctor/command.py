@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ringdp.config import LaunchEnvironment, launch_environment
-from ringdp.errors import RingError
+from ringdp.config import LaunchEnvironment, launch_environment, tuning
+from ringdp.errors import InvalidArgumentError, RingError
 from ringdp.tools import starting
 from ringdp.tools.doctor import registry, report
 from ringdp.tools.doctor.finding import Finding
@@ -24,6 +24,8 @@ Check whether ringdp can work here, which devices and networks it would use, and
   ringrun -n 4 -m ringdp doctor                        the same on the ranks of a launcher; torchrun and srun, too
   python -m ringdp doctor -H a,b --min-bandwidth 900mbit --max-latency 500us
                                                        exit code 1 where a link is worse than that
+  python -m ringdp doctor -H a,b,c,d --uplinks tuning.json
+                                                       a map of unequal links, for RINGDP_TUNING on all ranks
   python -m ringdp doctor --json                       for programs
 
 Each finding is ok, a note (works, and could be better) or a problem, with what to do. The exit code is 0 without a
@@ -41,6 +43,7 @@ def add_parsers(commands: Any) -> None:
     )
     starting.add_options(parser.add_argument_group("ranks"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--uplinks", metavar="FILE", help="write the hosts' measured links there, for RINGDP_TUNING")
     parser.add_argument("--timeout", type=_positive, default=30.0, help="seconds that ranks wait for each other (30)")
     parser.add_argument("--seconds", type=_positive, default=15.0, help="about how long all links are measured (15)")
     wanted = parser.add_argument_group("thresholds: what is worse is a problem")
@@ -78,6 +81,8 @@ def _examine(args: argparse.Namespace, place: LaunchEnvironment | None) -> int:
         min_descriptors=args.min_descriptors,
     )
     if place is None or place.world_size == 1:
+        if args.uplinks is not None:
+            _write_uplinks(args.uplinks, {}, "")
         findings = registry.run_checks(host := Host(thresholds=thresholds))
         _print(args, f"ringdp doctor on {host.name}", findings, (host.name,), {"hosts": [host.name], "ranks": 1})
         return report.exit_code(findings)
@@ -92,8 +97,19 @@ def _examine(args: argparse.Namespace, place: LaunchEnvironment | None) -> int:
     tables = []
     if outcome.matrix is not None:
         content["matrix"], tables = outcome.matrix.as_dict(), edges.tables(outcome.matrix)
+    if args.uplinks is not None:
+        _write_uplinks(args.uplinks, {} if outcome.matrix is None else outcome.matrix.uplinks(), title)
     _print(args, title, outcome.findings, outcome.hosts, content, tables)
     return report.exit_code(outcome.findings)
+
+
+def _write_uplinks(path: str, uplinks: Mapping[str, float], title: str) -> None:
+    if len(uplinks) < 2:
+        raise InvalidArgumentError(
+            "--uplinks: no links between hosts were measured; doctor -H node1,node2 measures them"
+        )
+    tuning.write_uplinks(path, uplinks, title)
+    sys.stderr.write(f"written to {path}: set RINGDP_TUNING to it, or to copies of it, on every rank\n")
 
 
 def _print(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringdp import _C
-from ringdp.config.tuning import Tuning
+from ringdp.config.tuning import UPLINK, Tuning
 from ringdp.costs import HALF_TYPES
 from ringdp.errors import InvalidArgumentError
 from ringdp.text import format_size, format_time, table
@@ -97,10 +97,20 @@ def is_far(place: Place, tuning: Tuning) -> bool:
     return len(place.hosts) > 1 and place.longest_round_trip_s * 1e6 >= limit
 
 
+def weights(place: Place, tuning: Tuning) -> list[int]:
+    """What the hosts own by the table's map of uplinks (csrc/collective/owner_weights.h); empty: all alike."""
+    uplinks = {name: rate for name, rate in tuning.limits.items() if name.startswith(UPLINK)}
+    if not uplinks:
+        return []
+    return _C.owner_weights([uplinks.get(UPLINK + host.name, max(uplinks.values())) for host in place.hosts])
+
+
 def choice(place: Place, size_bytes: int, dtype: str, tuning: Tuning) -> str:
     """What the core's table chooses there."""
-    if is_far(place, tuning):
+    if is_far(place, tuning) or weights(place, tuning):
         in_pairs = {f"{place.layout}.pairwise_bytes": _ANY_SIZE}
+        if place.layout == "several_ranks_per_host":
+            in_pairs[f"{place.layout}.halving_rank_bytes"] = 0
         tuning = dataclasses.replace(tuning, limits={**tuning.limits, **in_pairs})
     return algorithm_table.algorithm(place.ranks_of_hosts, dtype, size_bytes, tuning)
 
@@ -125,9 +135,10 @@ def simulate(
     dtype: str = "float32",
     codec: str = "",
     far: bool = False,
+    owned: Sequence[int] = (),
     most_messages: float = 1e7,
 ) -> Outcome:
-    """One all-reduce; one that would take too many messages is not simulated."""
+    """One all-reduce; one that would take too many messages is not simulated. `owned`: as `weights` gives it."""
     name = f"{COMPRESSED} {codec}" if codec else algorithm
     try:
         found = _C.simulate(
@@ -138,6 +149,7 @@ def simulate(
             algorithm=COMPRESSED if codec else algorithm,
             codec=codec,
             far=far,
+            weights=list(owned),
             most_messages=most_messages,
         )
     except InvalidArgumentError as error:
@@ -167,13 +179,20 @@ def compare(
     most_messages: float = 1e7,
 ) -> Comparison:
     """Those algorithms, or all that can do it, and the one that the table chooses."""
-    chosen, far = choice(place, size_bytes, dtype, tuning), is_far(place, tuning)
+    chosen = choice(place, size_bytes, dtype, tuning)
+    far, owned = is_far(place, tuning), weights(place, tuning)
+
+    def one(name: str, codec: str = "") -> Outcome:
+        return simulate(
+            place, size_bytes, name, dtype=dtype, codec=codec, far=far, owned=owned, most_messages=most_messages
+        )
+
     names = [*(algorithms or candidates(place, dtype))]
     if chosen not in names and not algorithms:
         names.append(chosen)
-    found = [simulate(place, size_bytes, it, dtype=dtype, far=far, most_messages=most_messages) for it in names]
+    found = [one(it) for it in names]
     if codec:
-        found.append(simulate(place, size_bytes, COMPRESSED, codec=codec, far=far, most_messages=most_messages))
+        found.append(one(COMPRESSED, codec))
     found.sort(key=lambda it: (it.seconds is None, it.seconds or 0.0))
     return Comparison(size_bytes, chosen, tuple(found))
 

@@ -209,6 +209,14 @@ void bind_compression(py::module_& module) {
       "[(begin, end), ...] of the elements of a parameter of `count` whose mean this rank computes when it is "
       "compressed.");
   module.def(
+      "owner_weights_of",
+      [](c10::intrusive_ptr<c10d::ProcessGroup> group) {
+        ProcessGroupRing* ring = ring_of(*group, c10::kCPU);
+        return ring == nullptr ? Weights{} : code_hosts(ring->group()->all_reduce_view()).weights;
+      },
+      py::arg("process_group"),
+      "How much each of its hosts owns of what is compressed, by the job's map of uplinks; empty: all own alike.");
+  module.def(
       "part_bounds", &part_bounds, py::arg("count"), py::arg("parts"), py::arg("owner_offset"),
       "[parts + 1]: where the parts of a parameter of `count` begin that each rank computes the mean of, when codes "
       "are exchanged and every rank is a host of its own.");

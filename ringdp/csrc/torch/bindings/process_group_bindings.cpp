@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
@@ -129,6 +130,25 @@ std::string describe_round_trip(const Runtime& runtime) {
          " ms or more, so ranks exchange in pairs where nearer ones use a ring";
 }
 
+// What the hosts own by the map of uplinks; warns of hosts that the map does not name.
+std::string describe_uplinks(const Runtime& runtime) {
+  std::vector<std::size_t> rates;
+  std::string unnamed;
+  for (const Runtime::Uplink& it : runtime.uplinks()) {
+    rates.push_back(it.bytes_per_s);
+    if (!it.named) unnamed += (unnamed.empty() ? "" : ", ") + it.host;
+  }
+  if (!unnamed.empty())
+    log(LogLevel::kWarning, "the map of uplinks does not name " + unnamed + ", which count as the fastest host in it");
+  const Weights weights = owner_weights(rates);
+  const uint64_t whole = std::accumulate(weights.begin(), weights.end(), uint64_t{0});
+  std::string out;
+  for (std::size_t host = 0; host < weights.size(); ++host)
+    out += (host == 0 ? "; by the map of uplinks " : ", ") + runtime.uplinks()[host].host + " owns " +
+           std::to_string((weights[host] * 100 + whole / 2) / whole) + " %";
+  return out + (out.empty() ? "" : ", and up to direct_ranks ranks exchange in pairs where others use a ring");
+}
+
 // torch numbers the present members of the default group; in the Runtime each keeps its place.
 std::vector<int> places_of(std::vector<int> global_ranks) {
   std::shared_ptr<ElasticGroup> elastic;
@@ -186,7 +206,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
                                   " bytes a second over TCP; leave the variable out for the network's own speed");
     if (rank == 0 && size > 1)
       log(LogLevel::kInfo, describe_all_reduce(runtime->tables_in_use(), runtime->hosts(), options.tables.source) +
-                               describe_round_trip(*runtime));
+                               describe_round_trip(*runtime) + describe_uplinks(*runtime));
     remember(runtime, global_ranks.empty());
     global_ranks.clear();
     for (int member = 0; member < size; ++member) global_ranks.push_back(member);

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
@@ -54,13 +55,14 @@ py::list rows_of(const std::vector<SimulatedTraffic>& lines) {
 
 py::dict simulate(const std::vector<HostRow>& hosts, const py::dict& settings, std::size_t bytes,
                   const std::string& dtype, const std::string& algorithm, const std::string& codec, bool far,
-                  double most_messages, double fold_from_messages) {
+                  Weights weights, double most_messages, double fold_from_messages) {
   SimulatedCall call;
   call.bytes = bytes;
   call.dtype = dtype_from(dtype);
   call.algorithm = algorithm_from(algorithm);
   if (!codec.empty()) call.codec = codec_by_name(codec);
   call.far = far;
+  call.weights = std::move(weights);
   call.most_messages = most_messages;
   call.fold_from_messages = fold_from_messages;
   const SimulatedNetwork network = network_from(hosts, settings);
@@ -99,9 +101,10 @@ void bind_simulation(py::module_& module) {
   module.def(
       "simulate", &simulate, py::arg("hosts"), py::arg("settings"), py::arg("bytes"), py::kw_only(),
       py::arg("dtype") = "float32", py::arg("algorithm") = "ring", py::arg("codec") = "", py::arg("far") = false,
-      py::arg("most_messages") = 1e7, py::arg("fold_from_messages") = 2e5,
+      py::arg("weights") = Weights{}, py::arg("most_messages") = 1e7, py::arg("fold_from_messages") = 2e5,
       "An all-reduce by the core's own operations over links in numbers (csrc/simulation). `hosts`: of each its\n"
-      "ranks, its site, and the bytes a second out of it and into it. Raises InvalidArgumentError for what cannot\n"
+      "ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises "
+      "InvalidArgumentError for what cannot\n"
       "be simulated.");
 }
 

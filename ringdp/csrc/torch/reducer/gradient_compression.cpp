@@ -251,7 +251,8 @@ void GradientCompression::follow_members() {
   if (ring == nullptr || reductions_.none()) return;
   const GroupView now = ring->group()->all_reduce_view();
   const GroupView before = std::exchange(members_, now);
-  if (before.members.empty() || before.members == now.members) return;
+  const bool as_before = before.members == now.members && before.hosts == now.hosts && before.weights == now.weights;
+  if (before.members.empty() || as_before) return;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (std::size_t index = 0; index < parameters_.all().size(); ++index) {
     const at::Tensor current = residuals_.current(name_of(index));

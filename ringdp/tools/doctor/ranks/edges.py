@@ -78,6 +78,18 @@ class Matrix:
         """The edges that do not, over loopback or the host's own addresses."""
         return [edge for edge in self.edges.values() if self.host_of[edge.source] == self.host_of[edge.target]]
 
+    def uplinks(self) -> dict[str, float]:
+        """The link of each host to the others, in bytes a second by name: the slower direction's fastest edge.
+
+        Without those that have no measured edge both ways; pairs were measured one after another.
+        """
+        fastest: dict[tuple[str, str], float] = {}
+        for edge in self.between_hosts():
+            for end in (("out", self.names[edge.source]), ("in", self.names[edge.target])):
+                fastest[end] = max(fastest.get(end, 0.0), edge.bytes_per_s or 0.0)
+        slower = {name: min(fastest.get(("out", name), 0.0), fastest.get(("in", name), 0.0)) for name in self.names}
+        return {name: rate for name, rate in slower.items() if rate > 0}
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
