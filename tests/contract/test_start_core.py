@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import multiprocessing
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.contract import start_jobs
 from tests.contract.core_ranks import core, value_in
 
 
@@ -88,6 +92,23 @@ def test_what_a_rank_needs_to_start(ranks: int) -> None:
     assert max(found) <= 4 + 7 * doublings
     assert ranks <= 16 or sum(found) <= 8 * ranks  # seven of eight have no ranks below them
     assert each <= (ranks + 6 if ranks <= 16 else 3 * doublings + 6)  # up to 16 all pairs connect
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_ranks_start() -> None:
+    """In four processes: in one their connections would need more descriptors than this machine gives to one."""
+    ranks, parts = 1000, 4
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    bounds = [ranks * part // parts for part in range(parts + 1)]
+    with ProcessPoolExecutor(parts, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(start_jobs.join, store.port, first, end, ranks, 600_000)
+            for first, end in itertools.pairwise(bounds)
+        ]
+        done = [job.result() for job in jobs]
+    assert max(keys for keys, _, _ in done) <= 9 + 7 * math.log2(ranks)
+    assert all(sums == [ranks] * len(sums) for _, sums, _ in done)
 
 
 def rejected(

@@ -98,8 +98,11 @@ constexpr std::chrono::milliseconds kTogether{50};  // after the last answer
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
 
+// The boot id of a host is long, and is in its record once.
+std::string on_host(const Record& record, const char* key) { return field(record, "boot") + "/" + field(record, key); }
+
 ProcessId process_in(const Record& record) {
-  return {number(field(record, "pid")), number(field(record, "started")), field(record, "space")};
+  return {number(field(record, "pid")), number(field(record, "started")), on_host(record, "space")};
 }
 
 }  // namespace
@@ -113,14 +116,17 @@ Record own_record(const RendezvousOptions& options) {
   return {{"host", options.host.name.empty() ? host_name() : options.host.name},
           {"pid", std::to_string(process.pid)},
           {"started", std::to_string(process.started)},
-          {"space", process.space},
-          {"network", network_identity()},
-          {"identity", host_identity(options.host.id)},
+          {"boot", boot_id()},
+          {"space", namespace_number("/proc/self/ns/pid")},
+          {"network", namespace_number("/proc/self/ns/net")},
+          {"host_id", options.host.id},
           {"site", options.host.site},
           {"ips", join(ips, ",")},
           {"transport", std::string(transport_setting(options.links.transport))},
           {"hello", options.hello}};
 }
+
+std::string identity_in(const Record& record) { return on_host(record, "network") + "/" + field(record, "host_id"); }
 
 TransportChoice transport_between(const PeerRecord& a, const PeerRecord& b) {
   return choose_transport(a.transport, b.transport, a.identity == b.identity);
@@ -239,8 +245,8 @@ void PeerRecords::take_identity(int rank, const Record& record) {
   PeerRecord& it = ranks_[rank];
   it.process = process_in(record);
   it.info = {rank, field(record, "host"), it.process.pid};
-  it.network = field(record, "network");
-  it.identity = field(record, "identity");
+  it.network = on_host(record, "network");
+  it.identity = identity_in(record);
   it.site = field(record, "site");
   it.ips = split(field(record, "ips"), ',');
   it.hello = field(record, "hello");

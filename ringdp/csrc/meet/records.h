@@ -58,6 +58,7 @@ bool certainly_gone(const ProcessId& process);
 
 // A rank's record: host, process, networks and settings.
 Record own_record(const RendezvousOptions& options);
+std::string identity_in(const Record& record);  // the `host_identity` of the rank that wrote it
 
 struct PeerRecord {
   PeerInfo info;

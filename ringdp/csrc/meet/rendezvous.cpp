@@ -51,9 +51,6 @@ using std::chrono::milliseconds;
 constexpr milliseconds kCheckEvery{200};  // interval of looking whether the processes of this host live
 constexpr int kLookUpMs = 3000;
 constexpr milliseconds kPlacesWait{1000};  // for the addresses of ranks that have connected
-// Between two reads of the store: it answers some 20,000 a second, to all ranks together.
-constexpr int kRanksPerPauseMs = 40;
-constexpr milliseconds kLargeJobPause{200};
 constexpr milliseconds kNamingTime{2000};  // after the deadline, for rank 0 to name the missing ranks of a large job
 // In the kernel: with less, a burst of unauthenticated connections makes a rank of this job send its SYN twice.
 constexpr int kBacklog = 1024;
@@ -149,7 +146,6 @@ Error RendezvousRun::agree_on_error(const Error& error, bool stopped) {
 
 void RendezvousRun::connect() {
   auto next_look = Clock::now();
-  const milliseconds shortest = std::clamp(milliseconds(world_ / kRanksPerPauseMs), milliseconds(2), kLargeJobPause);
   // A peer may have connected before its record was read. Its addresses are needed if the two connect later.
   const bool later = world_ > options_.links.full_mesh_ranks;
   // Replacing a broken connection needs its addresses.
@@ -163,8 +159,7 @@ void RendezvousRun::connect() {
     auto now = Clock::now();
     if (now >= next_look) {
       if (look()) last_answer_ = now;
-      auto pause = std::chrono::duration_cast<milliseconds>(now - last_answer_) / 4;
-      next_look = now + std::clamp(pause, shortest, RendezvousWait::kLongestPause);
+      next_look = now + store_pause(now - last_answer_, world_);
     }
     auto until_look = std::chrono::ceil<milliseconds>(next_look - Clock::now()).count();
     auto wait_ms = static_cast<int>(std::clamp<int64_t>(until_look, 0, RendezvousWait::kPollMs));
@@ -441,6 +436,13 @@ void RendezvousRun::time_out() {
 }
 
 }  // namespace
+
+milliseconds store_pause(Clock::duration quiet, int world) {
+  constexpr milliseconds kShortest{2}, kLongest{250};
+  constexpr int kRanksPerMs = 40;  // a store answers some 40,000 single requests a second
+  const milliseconds shortest = std::clamp(milliseconds(world / kRanksPerMs), kShortest, kLongest);
+  return std::clamp(std::chrono::duration_cast<milliseconds>(quiet) / 4, shortest, kLongest);
+}
 
 Mesh::Mesh() = default;
 Mesh::~Mesh() = default;

@@ -34,6 +34,11 @@ StoreRequest decision_request(uint64_t view, const Decision& decision, const Agr
   return {kind, decision_key(view), decision.encode()};
 }
 
+double agreement_pause_s(double last_s) {
+  constexpr double kShortest = 0.5e-3, kLongest = 10e-3;
+  return std::clamp(1.5 * last_s, kShortest, kLongest);
+}
+
 MemberTurn::MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,
                        const AgreementRules& rules)
     : view_(view),
