@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -13,11 +14,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.contract.core_ranks import core
 
 
-def join(port: int, first: int, end: int, world: int, timeout_ms: int) -> tuple[int, list[int], float]:
+def join(port: int, first: int, end: int, world: int, timeout_ms: int) -> tuple[int, list[int], float, float]:
     """Ranks ``first`` to ``end`` meet, sum once and leave.
 
     Returns:
-        The most keys that one of them read and set; what each has as its sum; MiB of this process at its largest.
+        The most keys that one of them read and set; what each has as its sum; seconds until all had met; MiB of this
+        process at its largest.
     """
     client = TCPStore("127.0.0.1", port, None, False, timedelta(milliseconds=timeout_ms))
     touched: list[set[str]] = [set() for _ in range(first, end)]
@@ -38,7 +40,9 @@ def join(port: int, first: int, end: int, world: int, timeout_ms: int) -> tuple[
         return core.CallbackStore(set_, find)
 
     def start(rank: int) -> Any:
-        return core.Runtime(store_of(rank), rank, world, host_id=f"{rank}", transport="tcp", timeout_ms=timeout_ms)
+        # Thousands of threads share few cores here: a rank may be silent for long.
+        patience: dict[str, Any] = {"timeout_ms": timeout_ms, "heal_ms": 60_000}
+        return core.Runtime(store_of(rank), rank, world, host_id=f"{rank}", transport="tcp", **patience)
 
     def add(runtime: Any, rank: int) -> int:
         mine = np.ones(1024, np.float32)
@@ -50,8 +54,10 @@ def join(port: int, first: int, end: int, world: int, timeout_ms: int) -> tuple[
         return int(mine[0])
 
     ranks = range(first, end)
+    begin = time.monotonic()
     with ThreadPoolExecutor(len(ranks)) as pool:
         runtimes = list(pool.map(start, ranks))
+        took_s = time.monotonic() - begin
         sums = list(pool.map(add, runtimes, ranks))
         list(pool.map(lambda runtime: runtime.shut_down(), runtimes))
-    return max(map(len, touched)), sums, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return max(map(len, touched)), sums, took_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

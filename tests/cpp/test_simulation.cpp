@@ -266,11 +266,11 @@ CASE("a loss is heard of in as many messages as the ranks' graph is wide") {
 }
 
 CASE("the survivors of an elastic job agree, one of them by reading what all others say") {
-  for (int members : {2, 3, 16, 200}) {
+  for (int members : {2, 3, 16, 200, 1000}) {
     const SimulatedChange found = simulate_change(members, start_costs(), [] {});
     CHECK(found.requests >= members);  // a state of each other survivor, its own, the decision
     CHECK(found.seconds >= 50e-6 * members);
-    CHECK(found.seconds < 0.02 + 1e-3 * members);
+    CHECK(found.seconds < 0.02 + 0.5e-3 * members);
   }
 }
 

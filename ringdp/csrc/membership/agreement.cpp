@@ -151,7 +151,7 @@ Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, i
       turn.answer(ask(turn.request()));
       if (!turn.waits()) continue;
       look(turn.waiting_for());
-      pause_s = agreement_pause_s(pause_s);
+      pause_s = agreement_pause_s(pause_s, members.size());
       std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
     }
   } catch (const StoreLost& error) {

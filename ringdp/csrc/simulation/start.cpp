@@ -381,7 +381,7 @@ SimulatedChange simulate_change(int members, const StartCosts& costs, const std:
       continue;
     }
     double next = store.now_s();
-    if (turn.waits()) next += pauses[member] = agreement_pause_s(pauses[member]);
+    if (turn.waits()) next += pauses[member] = agreement_pause_s(pauses[member], all.size());
     events.emplace(next, member);
   }
   std::erase(store.requests, 0);  // of the lost one
