@@ -77,7 +77,7 @@ CASE("each rank but rank 0 is read by one, which has it and those after it") {
 
 CASE("all ranks get the texts of all, in whatever order they come") {
   std::mt19937 random(7);
-  for (int world : {2, 8, 9, 20, 100, 700}) {
+  for (int world : {2, 8, 9, 20, 100, 520}) {
     Ranks ranks(world);
     std::vector<std::map<int, std::string>> found(static_cast<std::size_t>(world));
     std::vector<char> said(static_cast<std::size_t>(world), 0);
@@ -101,7 +101,9 @@ CASE("all ranks get the texts of all, in whatever order they come") {
     for (int rank = 0; rank < world; ++rank) {
       const auto at = static_cast<std::size_t>(rank);
       REQUIRE(static_cast<int>(found[at].size()) == world);
-      for (int of = 0; of < world; ++of) CHECK_EQ(found[at][of], text_of(of));
+      int right = 0;
+      for (int of = 0; of < world; ++of) right += found[at][of] == text_of(of) ? 1 : 0;
+      CHECK_EQ(right, world);
       CHECK(ranks.stores[at]->sets <= 2);
       CHECK(static_cast<int>(ranks.stores[at]->read.size()) <= 2 * 7 * levels + 1);
     }
