@@ -930,6 +930,7 @@ def simulate(
     dtype: str = "float32",
     algorithm: str = "ring",
     codec: str = "",
+    barrier: bool = False,
     far: bool = False,
     weights: Sequence[int] = ...,
     most_messages: float = 10000000.0,
@@ -939,6 +940,17 @@ def simulate(
     ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises
     InvalidArgumentError for what cannot
     be simulated.
+    """
+
+def simulate_change(members: int, costs: dict[str, float]) -> dict[str, Any]:
+    """How the members of an elastic job agree, after the loss of one of them, by the store."""
+
+def simulate_loss(ranks_of_hosts: Sequence[int], full_mesh_ranks: int, costs: dict[str, float]) -> dict[str, Any]:
+    """How the ranks of a job hear of the loss of one of them, over their connections of the start."""
+
+def simulate_start(ranks_of_hosts: Sequence[int], full_mesh_ranks: int, costs: dict[str, float]) -> dict[str, Any]:
+    """The start of a job by the core's own reads of the store (csrc/simulation/start.h). Raises
+    InvalidArgumentError where too many ranks connect with all others.
     """
 
 def sparse2_add(sum: torch.Tensor, code: torch.Tensor, kept: int, weight: float = 1.0) -> bool:

@@ -42,6 +42,8 @@ TYPES: dict[str, dict[str, str]] = {
         "TlsBridge.__init__(config)": "dict[str, Any]",
         "simulate": "dict[str, Any]",
         "simulate(settings)": "dict[str, Any]",
+        **{f"simulate_{what}": "dict[str, Any]" for what in ("start", "loss", "change")},
+        **{f"simulate_{what}(costs)": "dict[str, float]" for what in ("start", "loss", "change")},
         "tls_mode(config)": "dict[str, Any]",
         "ReducerReport.bucket_rows": "list[dict[str, Any]]",
         "Reducer.register_comm_hook(hook)": HOOK,

@@ -1,11 +1,13 @@
 // Simulations: that they run the product's operations (with memory they give the right sums), that no byte is touched
 // without, and laws of their times.
 
+#include <algorithm>
 #include <cmath>
 
 #include "collective/factory.h"
 #include "job.h"
 #include "simulation/simulation.h"
+#include "simulation/start.h"
 
 using namespace ringdp;
 using namespace ringdp::testing;
@@ -213,4 +215,72 @@ CASE("what cannot be simulated is refused") {
 CASE("an interruption ends a simulation") {
   Simulation simulation(network_of(8, 1), call_of(Algorithm::kRing, 64 << 20));
   CHECK_THROWS(ErrorKind::kSystem, simulation.run([] { throw Error(ErrorKind::kSystem, "stop"); }));
+}
+
+namespace {
+
+StartCosts start_costs(double request_s = 20e-6) {
+  return {.store_request_s = request_s,
+          .store_key_s = 1e-6,
+          .store_byte_s = 2e-9,
+          .round_trip_s = 50e-6,
+          .message_between_hosts_s = 6e-6,
+          .message_within_host_s = 1e-6,
+          .connection_s = 1e-3,
+          .cores = 8};
+}
+
+std::vector<int> hosts_of(int hosts, int per_host) {
+  std::vector<int> out;
+  for (int rank = 0; rank < hosts * per_host; ++rank) out.push_back(rank / per_host);
+  return out;
+}
+
+}  // namespace
+
+CASE("a start takes the time of its requests, and those are few") {
+  for (int hosts : {2, 16, 17, 64, 300}) {
+    const SimulatedStart found = simulate_start(hosts_of(hosts, 1), kFullMeshRanks, start_costs(), [] {});
+    CHECK(found.seconds > found.records_s);
+    // The store answers one after another, and each rank waits for each of its own.
+    CHECK(found.records_s > 20e-6 * hosts * found.mean_requests - 0.3);
+    CHECK(found.records_s >= found.rounds * 50e-6);
+    CHECK(found.requests < 150);
+    if (hosts > 16) CHECK(found.connections <= 2 * std::ceil(std::log2(hosts)) + 5);
+    if (hosts <= 16) CHECK_EQ(found.connections, hosts - 1);
+    CHECK(simulate_start(hosts_of(hosts, 1), kFullMeshRanks, start_costs(200e-6), [] {}).records_s > found.records_s);
+  }
+  const double apart = simulate_start(hosts_of(64, 1), kFullMeshRanks, start_costs(), [] {}).store_bytes;
+  const double together = simulate_start(hosts_of(8, 8), kFullMeshRanks, start_costs(), [] {}).store_bytes;
+  CHECK(together < 0.7 * apart);  // records of ranks of a host are alike
+  CHECK_THROWS(ErrorKind::kValue, simulate_start(hosts_of(2000, 1), 2000, start_costs(), [] {}));
+}
+
+CASE("a loss is heard of in as many messages as the ranks' graph is wide") {
+  for (int hosts : {2, 3, 16, 17, 100, 1000}) {
+    const SimulatedLoss found = simulate_loss(hosts_of(hosts, 1), kFullMeshRanks, start_costs());
+    CHECK(found.hops <= (hosts <= 16 ? 0 : std::log2(hosts) / 2 + 1));
+    CHECK(found.seconds >= found.hops * 25e-6);
+    CHECK(found.messages <= (hosts <= 16 ? hosts : 2 * std::ceil(std::log2(hosts)) + 5));
+  }
+}
+
+CASE("the survivors of an elastic job agree, one of them by reading what all others say") {
+  for (int members : {2, 3, 16, 200, 1000}) {
+    const SimulatedChange found = simulate_change(members, start_costs(), [] {});
+    CHECK(found.requests >= members);  // a state of each other survivor, its own, the decision
+    CHECK(found.seconds >= 50e-6 * members);
+    CHECK(found.seconds < 0.02 + 0.5e-3 * members);
+  }
+}
+
+CASE("a barrier is simulated as the product makes it") {
+  for (int hosts : {2, 16, 17, 200}) {
+    SimulatedCall call = call_of(Algorithm::kTree, 8);
+    call.barrier = true;
+    const SimulatedResult found = run(network_of(hosts, 1), call);
+    CHECK(found.seconds >= 20e-6 && found.path.hops >= 1);
+    CHECK(*std::max_element(found.messages.begin(), found.messages.end()) <=
+          (hosts <= 16 ? static_cast<std::size_t>(hosts) - 1 : 40));
+  }
 }

@@ -57,14 +57,14 @@ def open_store(spec: RankSpec) -> Store:
 def whoami(spec: RankSpec) -> str:
     """The record that a rank leaves, docs/reference/wire_format.md."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network = f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     fields = {
         "host": spec.host_name or socket.gethostname(),
         "pid": os.getpid(),
         "started": Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19],
-        "space": f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}",
-        "network": network,
-        "identity": f"{network}/",
+        "boot": boot,
+        "space": os.stat("/proc/self/ns/pid").st_ino,
+        "network": os.stat("/proc/self/ns/net").st_ino,
+        "host_id": "",
         "ips": spec.variables.get("IP", ""),
         "hello": "",
     }

@@ -25,7 +25,7 @@ from tests.contract.core_ranks import core, value_in
 
 SECRET = b"s" * 32
 HANDSHAKE_BYTES = 128
-VERSION = 9  # of the protocol: docs/reference/wire_format.md
+VERSION = 10  # of the protocol: docs/reference/wire_format.md
 MAGIC = b"RINGDP\r\n"
 HELLO, REPLY, REFUSAL, CONFIRM = 1, 2, 3, 4
 STRANGER_S = 2.0  # what a connection that proves nothing is given

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ringdp"
 CSRC = PACKAGE / "csrc"
 CPP_SUFFIXES = {".h", ".hpp", ".inc", ".def", ".cpp", ".cu", ".cuh"}
 
-# torch -> {engine, cuda} -> {membership, simulation} -> {collective, meet} -> {link, shared, codec}
+# torch -> {engine, cuda, simulation} -> membership -> {collective, meet} -> {link, shared, codec}
 # -> {transport, kernels, device} -> base: a folder includes itself and folders of lower rank. Folders of one rank
 # do not know each other.
 RANK = {
@@ -27,7 +27,7 @@ RANK = {
     "collective": 3,
     "meet": 3,
     "membership": 4,
-    "simulation": 4,
+    "simulation": 5,
     "engine": 5,
     "cuda": 5,
     "torch": 6,

@@ -14,7 +14,7 @@ from ringdp.__main__ import main
 from ringdp.config import tuning
 from ringdp.config.tuning import Tuning
 from ringdp.errors import InvalidArgumentError
-from ringdp.tools.simulate import command, outcome, tune
+from ringdp.tools.simulate import command, outcome, starting, tune
 from ringdp.tools.simulate.place import Place, SimulatedHost, alike, at_sites, extended, measured, slowed
 
 GBIT = 125e6
@@ -273,3 +273,42 @@ def _arguments(*words: str) -> Any:
     parser = argparse.ArgumentParser()
     command.add_parsers(parser.add_subparsers())
     return parser.parse_args(["simulate", *words])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("start", ("until all are connected, and know it", "reads of the store, one after", "connections of a rank")),
+        ("agreement", ("until all raise it", "messages of a rank", "until an elastic job's survivors have agreed")),
+        ("commit", ("until the last rank knows that all have committed", "messages, one after another")),
+    ],
+)
+def test_the_start_and_what_ranks_agree_on(
+    what: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown, _ = run(capsys, "--hosts", "8", "--per-host", "4", "--what", what)
+    assert code == 0
+    assert shown.startswith("32 ranks on 8 hosts, simulated\nround trips of 50 µs")
+    assert all(word in shown for word in words), shown
+    code, shown, _ = run(capsys, "--hosts", "8", "--per-host", "4", "--what", what, "--json")
+    assert (code, set(json.loads(shown))) == (0, {"ringdp_simulate", "place", what})
+    assert run(capsys, "--what", what, "--tune", "file")[0] == 2
+
+
+def test_laws_of_the_start() -> None:
+    def found(ranks: int, requests_per_s: float = starting.STORE_REQUESTS_PER_S) -> Any:
+        where = place(ranks)
+        return starting.start(where, starting.costs(where, requests_per_s), 16).numbers
+
+    few, many = found(32), found(2000)
+    assert many["mean_requests"] < 4 * few["mean_requests"]
+    assert many["requests"] < 200
+    assert many["rounds"] == 10  # eight, 64, 512 and 4,096 ranks, and the block of all; twice
+    assert found(2000, 4500)["records_s"] > 2 * many["records_s"]
+
+
+def test_an_elastic_job_of_thousands_is_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run(capsys, "--hosts", "2000", "--what", "agreement")
+    assert code == 0
+    assert "an elastic job" in shown
+    assert "1024 ranks are the most" in shown

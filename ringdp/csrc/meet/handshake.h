@@ -40,7 +40,7 @@
 
 namespace ringdp {
 
-inline constexpr uint32_t kProtocolVersion = 9;
+inline constexpr uint32_t kProtocolVersion = 10;
 inline constexpr std::size_t kHandshakeBytes = 128;
 inline constexpr std::size_t kMaxPaddingBytes = 9216;  // with jumbo frames a packet carries 8,948 bytes
 inline constexpr std::size_t kNonceBytes = 24;

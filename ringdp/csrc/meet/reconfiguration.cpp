@@ -133,8 +133,7 @@ Reconfiguration::Outcome Reconfiguration::meet(const Members& given, int64_t tim
     members.push_back({given.handles[i], read_handle(given.handles[i], i, given.handles.size())});
   if (!given.ordered)
     std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) {
-      return std::pair(field(a.record, "identity"), a.incarnation()) <
-             std::pair(field(b.record, "identity"), b.incarnation());
+      return std::pair(identity_in(a.record), a.incarnation()) < std::pair(identity_in(b.record), b.incarnation());
     });
   const std::string self = hex_encode(incarnation_);
   Outcome outcome;

@@ -93,12 +93,16 @@ namespace {
 
 constexpr std::size_t kKeysPerRead = 32;  // to the store
 constexpr std::size_t kKeysTogether = 128;
+constexpr std::size_t kMostAwaited = 1000;
 constexpr std::chrono::milliseconds kTogether{50};  // after the last answer
 
 std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
 
+// The boot id of a host is long, and is in its record once.
+std::string on_host(const Record& record, const char* key) { return field(record, "boot") + "/" + field(record, key); }
+
 ProcessId process_in(const Record& record) {
-  return {number(field(record, "pid")), number(field(record, "started")), field(record, "space")};
+  return {number(field(record, "pid")), number(field(record, "started")), on_host(record, "space")};
 }
 
 }  // namespace
@@ -112,14 +116,17 @@ Record own_record(const RendezvousOptions& options) {
   return {{"host", options.host.name.empty() ? host_name() : options.host.name},
           {"pid", std::to_string(process.pid)},
           {"started", std::to_string(process.started)},
-          {"space", process.space},
-          {"network", network_identity()},
-          {"identity", host_identity(options.host.id)},
+          {"boot", boot_id()},
+          {"space", namespace_number("/proc/self/ns/pid")},
+          {"network", namespace_number("/proc/self/ns/net")},
+          {"host_id", options.host.id},
           {"site", options.host.site},
           {"ips", join(ips, ",")},
           {"transport", std::string(transport_setting(options.links.transport))},
           {"hello", options.hello}};
 }
+
+std::string identity_in(const Record& record) { return on_host(record, "network") + "/" + field(record, "host_id"); }
 
 TransportChoice transport_between(const PeerRecord& a, const PeerRecord& b) {
   return choose_transport(a.transport, b.transport, a.identity == b.identity);
@@ -132,6 +139,9 @@ PeerRecords::PeerRecords(Store& store, const RendezvousOptions& options)
   PeerRecord& self = ranks_[rank_];
   self.hello = options.hello;  // unchanged, with its line breaks
   self.placed = true;
+  if (options.world <= options.links.full_mesh_ranks) return;
+  identities_.emplace(store, "who", rank_, options.world);
+  addresses_.emplace(store, "at", rank_, options.world);
 }
 
 std::optional<Record> PeerRecords::rival() const {
@@ -143,14 +153,19 @@ std::optional<Record> PeerRecords::rival() const {
   return other;
 }
 
-void PeerRecords::publish() { store_.set(key("who", rank_), write_record(own_record_)); }
+void PeerRecords::publish() {
+  const std::string text = write_record(own_record_);
+  return identities_ ? identities_->set(text) : store_.set(key("who", rank_), text);
+}
 
 void PeerRecords::publish_addresses(const std::vector<std::string>& addresses) {
-  store_.set(key("at", rank_), write_record({{"addresses", join(addresses, ",")}}));
+  const std::string text = write_record({{"addresses", join(addresses, ",")}});
+  return addresses_ ? addresses_->set(text) : store_.set(key("at", rank_), text);
 }
 
 // Asks for all ranks together, in two round trips, while they start together; for single ranks once some are late.
 PeerRecords::Answers PeerRecords::ask(bool addresses, Clock::duration quiet) {
+  if (identities_) return ask_trees(quiet >= kTogether);
   std::vector<Key> open;
   for (const PeerRecord& it : ranks_)
     if (!it.placed && (!it.present || addresses)) open.emplace_back(it.present, it.info.rank);
@@ -171,6 +186,36 @@ PeerRecords::Answers PeerRecords::ask(bool addresses, Clock::duration quiet) {
   for (std::size_t i = 0; i < count; ++i)
     if (const auto text = store_.find(keys[i])) take(asked[i], *text, answers);
   return answers;
+}
+
+PeerRecords::Answers PeerRecords::ask_trees(bool singly) {
+  Answers answers;
+  const bool where = identities_->complete();
+  RecordTree::Found found = (where ? *addresses_ : *identities_).step(singly);
+  answers.unreadable = found.unreadable;
+  for (const auto& [rank, text] : found.texts) {
+    const PeerRecord& it = (*this)[rank];
+    if (where ? !it.placed : !it.present) take({where, rank}, text, answers);
+  }
+  return answers;
+}
+
+RecordTree::Awaited PeerRecords::awaited(bool asks) {
+  RecordTree::Awaited out;
+  if (identities_ && asks) {
+    if (!identities_->complete()) {
+      out = identities_->awaited(kMostAwaited);
+      for (int rank : out.silent) ask_for(rank);
+      return out;
+    }
+    const RecordTree::Awaited places = addresses_->awaited(kMostAwaited);  // all ranks came
+    out.silent = places.absent;
+    out.silent.insert(out.silent.end(), places.silent.begin(), places.silent.end());
+    return out;
+  }
+  for (const PeerRecord& it : ranks_)
+    if (!it.present) out.absent.push_back(it.info.rank);
+  return out;
 }
 
 void PeerRecords::ask_for(int rank) {
@@ -200,8 +245,8 @@ void PeerRecords::take_identity(int rank, const Record& record) {
   PeerRecord& it = ranks_[rank];
   it.process = process_in(record);
   it.info = {rank, field(record, "host"), it.process.pid};
-  it.network = field(record, "network");
-  it.identity = field(record, "identity");
+  it.network = on_host(record, "network");
+  it.identity = identity_in(record);
   it.site = field(record, "site");
   it.ips = split(field(record, "ips"), ',');
   it.hello = field(record, "hello");
@@ -386,8 +431,8 @@ void RendezvousFailure::linger(int limit_ms, int dead) {
   for (Deadline deadline = Deadline::after_ms(limit_ms); !deadline.expired(); poll(nullptr, 0, 20)) {
     bool all = true;
     for (int rank = 1; rank < options_.world && all; ++rank)
-      all =
-          rank == dead || !ranks_[rank].present || certainly_gone(ranks_[rank].process) || store_.find(read_key(rank));
+      all = rank == dead || !(ranks_[rank].present || ranks_.gathers()) || certainly_gone(ranks_[rank].process) ||
+            store_.find(read_key(rank));
     if (all) return;
   }
 }

@@ -1,8 +1,8 @@
 // What the ranks of a job write into its store before and while they meet, and read of each other.
 //
 // PeerRecords: the record that each rank of a job publishes in the store before the rendezvous: its identity, and
-// its addresses. Publishes this rank's, and reads the others'. Nothing blocks but the store. Owned by a RendezvousRun
-// and used by its thread.
+// its addresses. Publishes this rank's, and reads the others': where all pairs connect one by one, as they come, in a
+// larger job as two RecordTrees. Nothing blocks but the store. Owned by a RendezvousRun and used by its thread.
 //
 // This rank's host and process: a name for messages, identities that ranks compare, and whether a process of this host
 // still exists. Any thread.
@@ -25,6 +25,7 @@
 #include "base/error.h"
 #include "link/connection.h"
 #include "meet/handshake.h"
+#include "meet/record_tree.h"
 #include "meet/rendezvous.h"
 #include "meet/store.h"
 #include "shared/fd_socket.h"
@@ -57,6 +58,7 @@ bool certainly_gone(const ProcessId& process);
 
 // A rank's record: host, process, networks and settings.
 Record own_record(const RendezvousOptions& options);
+std::string identity_in(const Record& record);  // the `host_identity` of the rank that wrote it
 
 struct PeerRecord {
   PeerInfo info;
@@ -86,20 +88,26 @@ class PeerRecords {
   struct Answers {
     bool any = false;
     std::vector<int> placed;  // ranks whose addresses were read
+    int unreadable = -1;      // a rank that has set what no rank can read
   };
   // Reads some of the missing records; with `addresses` also these. `quiet`: the time since the last answer.
   Answers ask(bool addresses, Clock::duration quiet);
   void ask_for(int rank);  // its identity, unless that is known
+  // The ranks that did not publish, and those that did not pass on what others have: as far as this rank knows, or,
+  // where the store must be asked, by the store; no more than a thousand. May have read their identities then.
+  RecordTree::Awaited awaited(bool asks);
 
   const PeerRecord& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   const PeerRecord& self() const { return (*this)[rank_]; }
   const std::vector<PeerRecord>& all() const { return ranks_; }
   bool all_present() const;
   bool all_placed() const;
+  bool gathers() const { return identities_.has_value(); }  // by trees: records of others come with those of all
 
  private:
   using Key = std::pair<bool, int>;  // addresses or identity; rank
 
+  Answers ask_trees(bool singly);
   void take(Key key_of, const std::string& text, Answers& answers);
   void take_identity(int rank, const Record& record);
 
@@ -107,6 +115,8 @@ class PeerRecords {
   const int rank_;
   const Record own_record_;
   std::vector<PeerRecord> ranks_;
+  std::optional<RecordTree> identities_;  // these two in jobs in which not all pairs connect
+  std::optional<RecordTree> addresses_;
   std::size_t next_key_ = 0;
 };
 

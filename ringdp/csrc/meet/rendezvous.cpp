@@ -51,6 +51,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kCheckEvery{200};  // interval of looking whether the processes of this host live
 constexpr int kLookUpMs = 3000;
 constexpr milliseconds kPlacesWait{1000};  // for the addresses of ranks that have connected
+constexpr milliseconds kNamingTime{2000};  // after the deadline, for rank 0 to name the missing ranks of a large job
 // In the kernel: with less, a burst of unauthenticated connections makes a rank of this job send its SYN twice.
 constexpr int kBacklog = 1024;
 
@@ -85,7 +86,9 @@ class RendezvousRun {
   bool look_at_ended();  // of connections that have ended; true: one has
   void check_processes();
   void check_connections();
-  std::string missing_text() const;
+  bool time_is_up() const;
+  void notice();
+  std::string missing_text(const RecordTree::Awaited& awaited) const;
   [[noreturn]] void time_out();
   Mesh mesh();
   std::unique_ptr<ConnectionThread> leave_the_rest();
@@ -156,12 +159,11 @@ void RendezvousRun::connect() {
     auto now = Clock::now();
     if (now >= next_look) {
       if (look()) last_answer_ = now;
-      auto pause = std::chrono::duration_cast<milliseconds>(now - last_answer_) / 4;
-      next_look = now + std::clamp(pause, milliseconds(2), RendezvousWait::kLongestPause);
+      next_look = now + store_pause(now - last_answer_, world_);
     }
     auto until_look = std::chrono::ceil<milliseconds>(next_look - Clock::now()).count();
-    int wait_ms =
-        wait_.deadline().remaining_ms(static_cast<int>(std::clamp<int64_t>(until_look, 0, RendezvousWait::kPollMs)));
+    auto wait_ms = static_cast<int>(std::clamp<int64_t>(until_look, 0, RendezvousWait::kPollMs));
+    if (!wait_.deadline().expired()) wait_ms = wait_.deadline().remaining_ms(wait_ms);
     if (connector_)
       connector_->step(wait_ms);
     else
@@ -171,8 +173,8 @@ void RendezvousRun::connect() {
     check_connections();
     check_processes();
     if (ranks_.all_present()) wait_.note_all_came();
-    if (wait_.notice_due()) wait_.notice(missing_text() + (wait_.all_came() ? " to connect" : " to join"));
-    if (wait_.deadline().expired()) time_out();
+    if (wait_.notice_due()) notice();
+    if (time_is_up()) time_out();
   }
 }
 
@@ -246,6 +248,10 @@ bool RendezvousRun::look() {
     found = text.has_value();
   }
   const PeerRecords::Answers answers = ranks_.ask(connector_.has_value(), Clock::now() - last_answer_);
+  if (const int rank = answers.unreadable; rank >= 0)
+    throw failure_.make_error(ErrorKind::kHandshake, rank,
+                              ranks_[rank].info.text() + " left records of the ranks in the store that cannot be read",
+                              "start all ranks with the same version of ringdp; nothing else may write there");
   for (int peer : answers.placed) set_route(peer);
   listen_if_known();
   return found || answers.any;
@@ -253,6 +259,7 @@ bool RendezvousRun::look() {
 
 void RendezvousRun::take_job(const std::string& text) {
   std::string problem;
+  if (ranks_.gathers()) ranks_.ask_for(0);  // whose process may keep the store
   job_ = join_job(read_record(text), options_, problem);
   if (!problem.empty())
     throw failure_.make_error(ErrorKind::kHandshake, 0, problem,
@@ -375,43 +382,67 @@ void RendezvousRun::check_connections() {
   throw failure_.make_error(text.kind, failure->peer, text.text, text.advice);
 }
 
-std::string RendezvousRun::missing_text() const {
-  std::vector<std::string> absent, unconnected;
+// To find out who is missing in a large job takes reads: rank 0 is the first to make them, and publishes what it finds.
+bool RendezvousRun::time_is_up() const {
+  const bool later = ranks_.gathers() && rank_ > 0 && job_ && !ranks_.all_placed();
+  return wait_.deadline().expired() && (!later || Clock::now() >= wait_.deadline().at() + kNamingTime);
+}
+
+void RendezvousRun::notice() {
+  if (ranks_.gathers() && rank_ > 0 && !ranks_.all_placed())
+    return wait_.notice("what all ranks publish: the log of rank 0 names those that have not");
+  wait_.notice(missing_text(ranks_.awaited(true)) + (wait_.all_came() ? " to connect" : " to join"));
+}
+
+std::string RendezvousRun::missing_text(const RecordTree::Awaited& awaited) const {
+  const auto listed = [](std::vector<std::string> all) {
+    constexpr std::size_t kShown = 8;
+    const std::size_t more = all.size() > kShown ? all.size() - kShown : 0;
+    all.resize(all.size() - more);
+    return join(all, ", ") + (more > 0 ? " and " + std::to_string(more) + " more" : "");
+  };
+  std::vector<std::string> absent, silent, unconnected;
+  for (int rank : awaited.absent)
+    if (!connected(rank)) absent.push_back(std::to_string(rank));
+  if (!absent.empty()) return (absent.size() > 1 ? "ranks " : "rank ") + listed(absent);
+  for (int rank : awaited.silent) silent.push_back(ranks_[rank].info.text());
+  if (!silent.empty()) return listed(silent);
   for (int rank = 0; rank < world_; ++rank) {
-    const PeerRecord& peer = ranks_[rank];
-    if (rank == rank_ || connected(rank)) continue;
-    if (peer.present && !at_start(rank)) continue;
-    if (!peer.present) absent.push_back(std::to_string(rank));
+    if (connected(rank) || !at_start(rank)) continue;
     std::string why = connector_ ? connector_->problem(rank) : "";
-    unconnected.push_back(peer.info.text() + (why.empty() ? "" : " [" + why + "]"));
+    unconnected.push_back(ranks_[rank].info.text() + (why.empty() ? "" : " [" + why + "]"));
   }
-  if (absent.empty()) return join(unconnected, ", ");
-  constexpr std::size_t kShown = 8;
-  std::size_t more = absent.size() > kShown ? absent.size() - kShown : 0;
-  std::string ranks = absent.size() > 1 ? "ranks " : "rank ";
-  absent.resize(absent.size() - more);
-  return ranks + join(absent, ", ") + (more > 0 ? " and " + std::to_string(more) + " more" : "");
+  return join(unconnected, ", ");
 }
 
 void RendezvousRun::time_out() {
   std::string waited = " Timed out after " + in_seconds(wait_.waited()) + ": it waited for ";
   std::string me = ranks_.self().info.text();
-  for (const PeerRecord& it : ranks_.all())
-    if (!it.present)
-      throw failure_.make_error(ErrorKind::kTimeout, it.info.rank,
-                                me + waited + missing_text() + " of " + std::to_string(world_) + ", which never came",
-                                "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
+  const RecordTree::Awaited awaited = ranks_.awaited(true);
+  if (!awaited.absent.empty())
+    throw failure_.make_error(
+        ErrorKind::kTimeout, awaited.absent.front(),
+        me + waited + missing_text(awaited) + " of " + std::to_string(world_) + ", which never came",
+        "did they start, and with the same MASTER_ADDR and MASTER_PORT? Their logs say more");
   int first = 0;
   auto waits_for = [&](int peer) {
     return peer != rank_ && (at_start(peer) ? !connected(peer) : !ranks_[peer].placed);
   };
   while (first + 1 < world_ && !waits_for(first)) ++first;
+  if (!awaited.silent.empty()) first = awaited.silent.front();
   throw failure_.make_error(
-      ErrorKind::kTimeout, first, me + waited + missing_text() + " to connect",
+      ErrorKind::kTimeout, first, me + waited + missing_text(awaited) + " to connect",
       "look at their logs: they may be stopped, or very slow (RINGDP_CONNECT_TIMEOUT is the limit)");
 }
 
 }  // namespace
+
+milliseconds store_pause(Clock::duration quiet, int world) {
+  constexpr milliseconds kShortest{2}, kLongest{250};
+  constexpr int kRanksPerMs = 40;  // a store answers some 40,000 single requests a second
+  const milliseconds shortest = std::clamp(milliseconds(world / kRanksPerMs), kShortest, kLongest);
+  return std::clamp(std::chrono::duration_cast<milliseconds>(quiet) / 4, shortest, kLongest);
+}
 
 Mesh::Mesh() = default;
 Mesh::~Mesh() = default;

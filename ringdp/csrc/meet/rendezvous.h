@@ -132,6 +132,10 @@ struct Mesh {
 // Error(kTimeout) naming those that are missing, Error(kSystem).
 Mesh meet(Store& store, const RendezvousOptions& options);
 
+// How long a rank leaves the store alone after reading it, when nothing new has come for that long: longer in a large
+// job, since the store answers all ranks together.
+std::chrono::milliseconds store_pause(Clock::duration quiet, int world);
+
 class PendingMesh {
  public:
   PendingMesh(Store& store, const RendezvousOptions& options);
@@ -157,8 +161,7 @@ class PendingMesh {
 
 class RendezvousWait {
  public:
-  static constexpr int kPollMs = 50;                              // the interval of looking for signals
-  static constexpr std::chrono::milliseconds kLongestPause{250};  // between two reads of the store
+  static constexpr int kPollMs = 50;  // the interval of looking for signals
 
   explicit RendezvousWait(const RendezvousOptions& options)
       : rank_(options.rank),

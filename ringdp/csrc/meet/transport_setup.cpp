@@ -61,10 +61,12 @@ SharedSetup::Plan TransportSetup::plan() const {
     sharing += plan.shares(peer) ? 1 : 0;
   }
   plan.ring_bytes = options_.links.shm_ring_bytes > 0 ? options_.links.shm_ring_bytes : shared_ring_bytes(sharing);
+  std::vector<int> local;
+  for (int peer = 0; peer < world_; ++peer)
+    if (here(peer)) local.push_back(peer);
   std::size_t pairs = 0;
-  for (int a = 0; a < world_; ++a)
-    for (int b = 0; b < a; ++b)
-      pairs += here(a) && here(b) && connected_from_start(a, b, world_, options_.links.full_mesh_ranks) ? 1 : 0;
+  for (int a : local)
+    for (int b : local) pairs += b < a && connected_from_start(a, b, world_, options_.links.full_mesh_ranks) ? 1 : 0;
   plan.bytes_on_host = pairs * (2 * plan.ring_bytes + PairMemory::kControlBytes);
   return plan;
 }
@@ -182,8 +184,7 @@ void TransportSetup::check_failures(Clock::time_point& next, Clock::time_point b
   auto now = Clock::now();
   if (now < next) return;
   if (store_lost_) throw *store_lost_;
-  next = now + std::clamp(std::chrono::duration_cast<milliseconds>(now - begin) / 4, milliseconds(2),
-                          RendezvousWait::kLongestPause);
+  next = now + store_pause(now - begin, world_);
   try {
     if (auto error = failure_.published()) throw *error;
   } catch (const StoreLost& error) {

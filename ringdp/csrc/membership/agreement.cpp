@@ -14,9 +14,6 @@ namespace ringdp {
 
 namespace {
 
-constexpr auto kShortestPause = std::chrono::microseconds(500);
-constexpr auto kLongestPause = std::chrono::milliseconds(10);
-
 template <typename T>
 void write_list(std::ostringstream& out, const std::vector<T>& values) {
   out.precision(std::numeric_limits<double>::max_digits10);
@@ -147,15 +144,15 @@ Decision decide(const std::vector<int>& members, const std::vector<MemberState>&
 Decision StoreAgreement::agree(uint64_t view, const std::vector<int>& members, int self, const MemberState& mine,
                                const Unreachable& unreachable, const Look& look) {
   MemberTurn turn(view, members, self, mine);
-  auto pause = std::chrono::duration_cast<std::chrono::microseconds>(kShortestPause);
+  double pause_s = 0;
   try {
     while (!turn.decision()) {
       turn.lose(unreachable());
       turn.answer(ask(turn.request()));
       if (!turn.waits()) continue;
       look(turn.waiting_for());
-      std::this_thread::sleep_for(pause);
-      pause = std::min<std::chrono::microseconds>(pause * 3 / 2, kLongestPause);
+      pause_s = agreement_pause_s(pause_s, members.size());
+      std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
     }
   } catch (const StoreLost& error) {
     throw without_a_store(self, store_->place(), unreachable(), error);

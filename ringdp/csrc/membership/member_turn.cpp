@@ -34,6 +34,11 @@ StoreRequest decision_request(uint64_t view, const Decision& decision, const Agr
   return {kind, decision_key(view), decision.encode()};
 }
 
+double agreement_pause_s(double last_s, std::size_t members) {
+  constexpr double kShortest = 0.5e-3, kLongest = 10e-3, kLongestOfEach = 0.15e-3;
+  return std::clamp(1.5 * last_s, kShortest, std::max(kLongest, kLongestOfEach * static_cast<double>(members)));
+}
+
 MemberTurn::MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,
                        const AgreementRules& rules)
     : view_(view),

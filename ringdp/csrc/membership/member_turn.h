@@ -31,6 +31,10 @@ struct StoreRequest {
 // Writes the decision that ends a view, unless there is one. The answer is the one that counts.
 StoreRequest decision_request(uint64_t view, const Decision& decision, const AgreementRules& rules = {});
 
+// How long a member that waits for others leaves the store alone, after a pause of `last_s` (0: the first). In a large
+// view it is longer: the one that collects the states is not to wait behind those that look for its decision.
+double agreement_pause_s(double last_s, std::size_t members);
+
 class MemberTurn {
  public:
   MemberTurn(uint64_t view, std::vector<int> members, int self, const MemberState& mine,

@@ -63,6 +63,7 @@ struct SimulatedCall {
   DType dtype = DType::kFloat32;
   Algorithm algorithm = Algorithm::kRing;  // one that reduces all, or kCompressed
   CodecId codec = CodecId::kInt8;          // with kCompressed
+  bool barrier = false;                    // not an all-reduce: `bytes` and `algorithm` do not matter
   bool far = false;                        // as in GroupView
   Weights weights;                         // as in GroupView
   double most_messages = 1e7;              // a simulation of more is refused

@@ -168,6 +168,7 @@ std::unique_ptr<Operation> Simulation::make_operation(int rank) {
   if (call_.algorithm != Algorithm::kTree) group.hosts = host_of_;  // 10,000 ranks have 10,000 lists
   group.far = call_.far;
   group.weights = call_.weights;
+  if (call_.barrier) return make_barrier(group, "");
   std::span<std::byte> memory = memory_.span().first(call_.bytes);
   if (!call_.memory.empty()) memory = call_.memory[static_cast<std::size_t>(rank)];
   if (call_.algorithm == Algorithm::kCompressed) {

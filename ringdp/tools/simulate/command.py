@@ -16,7 +16,7 @@ from ringdp.errors import RingError
 from ringdp.text import parse_size
 from ringdp.tools.bench.command import DTYPES
 from ringdp.tools.option_types import duration, rate, size
-from ringdp.tools.simulate import outcome, tune
+from ringdp.tools.simulate import outcome, starting, tune
 from ringdp.tools.simulate.place import Place, SimulatedHost, WorkCosts, alike, at_sites, extended, measured, slowed
 
 _ABOUT = """\
@@ -30,6 +30,8 @@ to 10,000 ranks. No data is moved, and no rank is started.
   python -m ringdp doctor -H a,b,c,d --json > links.json
   python -m ringdp simulate --links links.json --hosts 8            what would four more hosts bring?
   python -m ringdp simulate --hosts 64 --link 25gbit --tune tuning.json    a table of algorithms for that network
+
+  python -m ringdp simulate --hosts 1000 --per-host 8 --what start    or agreement (after a loss), or commit (of a step)
 
 For each size: the time of each algorithm, the bytes that leave a host, the messages of a rank; which the table chooses,
 and what limits it. Where all hosts are alike, one stands for all, at any number of them. docs/how-to/simulate.md says
@@ -58,6 +60,8 @@ def add_parsers(commands: Any) -> None:
     where.add_argument("--memory", type=rate, metavar="RATE", help="of each host's memory (it does not limit)")
     where.add_argument("--message-cost", type=duration, metavar="TIME", help="of a message between hosts, at each end")
     what = parser.add_argument_group("what")
+    what.add_argument("--what", choices=["all-reduce", *starting.WHAT], default="all-reduce", help="(all-reduce)")
+    what.add_argument("--store", type=_count, metavar="N", help="requests a second that it answers (45000)")
     what.add_argument("--size", type=_sizes, default=[parse_size("25m")], help="bytes, comma-separated (25m)")
     what.add_argument("--dtype", default="float32", choices=DTYPES, help="type of the elements (float32)")
     what.add_argument("--algorithm", type=_algorithms, default=[], metavar="NAMES", help="instead of all that can")
@@ -78,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             _C.codec_bytes(args.compressed, 1)  # raises for a name that no codec has
         tuning = config.RingConfig.from_environment().tuning
         place = described(args, tuning)
+        if args.what != "all-reduce":
+            return _print_start(args, place)
         if args.tune is not None:
             tuning = _tuned(args, place, tuning)
         found = [
@@ -119,6 +125,8 @@ def _problem(args: argparse.Namespace) -> str | None:
         return "--sites and --between go together: how many, and the line of each"
     if args.compressed and args.dtype != "float32":
         return "--compressed is for float32: leave out --dtype"
+    if args.tune is not None and args.what != "all-reduce":
+        return "--tune is for all-reduces: leave out --what"
     if any(size % 8 for size in args.size):
         return "a size must be a multiple of 8 bytes"
     return None
@@ -178,6 +186,18 @@ def _print(args: argparse.Namespace, place: Place, found: list[outcome.Compariso
         return
     parts = [outcome.heading(place, args.dtype), *(outcome.text(place, it) for it in found)]
     sys.stdout.write("\n\n".join(parts) + "\n")
+
+
+def _print_start(args: argparse.Namespace, place: Place) -> int:
+    requests_per_s = args.store or starting.STORE_REQUESTS_PER_S
+    full_mesh_ranks = config.RingConfig.from_environment().full_mesh_ranks
+    found = starting.WHAT[args.what](place, starting.costs(place, requests_per_s), full_mesh_ranks)
+    shown = starting.text(place, found, requests_per_s)
+    if args.json:
+        content = {"ringdp_simulate": outcome.FORMAT, "place": dataclasses.asdict(place), args.what: found.numbers}
+        shown = json.dumps(content, indent=2)
+    sys.stdout.write(shown + "\n")
+    return 0
 
 
 def _count(text: str) -> int:
