@@ -242,9 +242,9 @@ std::optional<Mailbox::Message> Mailbox::answer(int from, int64_t timeout_ms, bo
     }
   };
   std::optional<Message> found;
+  const bool unstarted = waiter_serves_.exchange(false, std::memory_order_relaxed);  // a receive, perhaps
   {
     const Awaiting awaiting{*this, serves};
-    waiter_serves_.store(false, std::memory_order_relaxed);
     for (bool more = true; more;) {
       uint64_t seen = 0;
       {
@@ -268,6 +268,7 @@ std::optional<Mailbox::Message> Mailbox::answer(int from, int64_t timeout_ms, bo
   if (found && found->box == kAnswers) {
     land(from, nullptr, 0);
     expect(kAnswers, from);
+    if (unstarted) engine_->move_on();  // this thread may not come here again for long
   }
   return found;
 }

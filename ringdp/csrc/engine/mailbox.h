@@ -134,7 +134,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   std::atomic<uint64_t> changes_{0};        // of what comes in; written with the mutex
   std::condition_variable served_;          // for the thread in `request`
   bool dozes_ = false;                      // that looks by itself before long
-  std::atomic<bool> waiter_serves_{false};  // it has a request, and drives soon, in its next `answer`
+  std::atomic<bool> waiter_serves_{false};  // `answer` gave a request, and its next call starts what is expected
   bool answer_awaited_ = false;             // by a thread that serves
   int requests_ = 0;                        // that have come, and losses, which nobody has taken
   Clock::time_point left_to_program_{};     // until when requests wait for the program's thread
