@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringdp import _C, refusals
@@ -76,10 +75,8 @@ class AsyncStore(KVStore):
         age: the largest of the answers to the last pull, in clocks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, reduce: str, staleness: int | None, servers: int, compensates: bool
-    ) -> None:
-        members = Members.of(group, servers)
+    def __init__(self, members: Members, reduce: str, staleness: int | None, compensates: bool) -> None:
+        group, servers = members.group, 0 if members.owners == members.workers else len(members.owners)
         if group is not None and is_elastic(group):
             if staleness == 0:
                 refusals.refuse("elastic", "waiting kvstore")

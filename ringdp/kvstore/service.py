@@ -44,21 +44,24 @@ class Members:
     Attributes:
         workers: that push and pull.
         owners: that have slices, in the order of the slices.
+        lets_end: a rank that serves alone does so, and then ends the program, where a worker's program asks: MXNet's
+            servers run the same program.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     workers: tuple[int, ...]
     owners: tuple[int, ...]
+    lets_end: bool = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, servers: int) -> Members:
+    def of(cls, group: dist.ProcessGroup | None, servers: int, *, lets_end: bool = False) -> Members:
         """`servers` ranks, the last ones, own all and do not work; 0: all ranks do both."""
         ranks = 1 if group is None else group.size()
         everyone = tuple(range(ranks))
         if not servers:
             return cls(group, 0 if group is None else group.rank(), everyone, everyone)
-        return cls(group, 0 if group is None else group.rank(), everyone[:-servers], everyone[-servers:])
+        return cls(group, 0 if group is None else group.rank(), everyone[:-servers], everyone[-servers:], lets_end)
 
     @property
     def works(self) -> bool:
@@ -325,6 +328,9 @@ class Service:
             )
         if self._closed:
             raise InvalidStateError("this store was closed")
+        if not self.members.works and self.members.lets_end:
+            self.close()
+            raise SystemExit(0)
         if not self.members.works:
             raise InvalidStateError(f"rank {self.members.rank} of this store serves alone: call serve() on it")
 

@@ -89,7 +89,10 @@ class Lot:
 
     def views(self, body: Tensor) -> dict[str, Tensor]:
         """The slices in a body, flat, by key. With a head before them, or, as in an answer, without."""
-        first = len(body) - self.total
+        if self.place is not None:
+            name, _, _, dtype = self.parts[0]
+            return {name: body.view(dtype)}
+        first = body.numel() - self.total
         return {
             name: body[first + begin : first + begin + numel * dtype.itemsize].view(dtype)
             for name, begin, numel, dtype in self.parts
@@ -120,8 +123,9 @@ class Slices:
         self._lots.clear()
 
     def apply(self, pushes: Sequence[Push]) -> None:
-        sums: dict[str, Tensor] = {}
-        for push in pushes:
+        first, *others = pushes
+        sums = self._lot(first.body, first.key)[0].views(first.body)
+        for push in others:
             for name, view in self._lot(push.body, push.key)[0].views(push.body).items():
                 if name in sums:
                     sums[name].add_(view)
@@ -129,10 +133,10 @@ class Slices:
                     sums[name] = view
         if self._average > 1:
             torch._foreach_div_(list(sums.values()), self._average)
-        if pushes[0].scale != 1.0:
-            torch._foreach_mul_(list(sums.values()), pushes[0].scale)
+        if first.scale != 1.0:
+            torch._foreach_mul_(list(sums.values()), first.scale)
         assert self.update is not None
-        late = pushes[0].late if self._compensates and len(pushes) == 1 else 0
+        late = first.late if self._compensates and not others else 0
         with _slower(self.update, late) if late > 0 else contextlib.nullcontext():
             self.update.apply(self.values, sums)
 
