@@ -89,6 +89,7 @@ class Service:
         served: this rank's part of the values; None where it owns nothing.
         clocks: of the workers; None: all begin at 0.
         name: of the connections, the same on all ranks and never used before; None: the ranks agree on one.
+        agreed: how often the ranks have agreed on keys and settings.
 
     Attributes:
         clock: this worker's.
@@ -105,10 +106,11 @@ class Service:
         *,
         clocks: Mapping[int, int] | None = None,
         name: str | None = None,
+        agreed: int = 0,
     ) -> None:
         begin = dict.fromkeys(members.workers, 0) if clocks is None else dict(clocks)
         self.members, self.clock = members, begin.get(members.rank, 0)
-        self.agreed = 0
+        self.agreed = agreed
         self.waited_s = dict.fromkeys(members.owners, 0.0)
         self.held_s = 0.0
         self._sequence = 0
@@ -121,6 +123,7 @@ class Service:
         self._thread: threading.Thread | None = None
         if served is not None:
             self.owner = Owner(served, Clocks(begin, staleness), self, rank=members.rank, timeout_s=members.timeout_s)
+            self.owner.agreed = agreed
         if self._box is not None and members.works:
             for owner in members.owners:
                 if owner != members.rank:
