@@ -96,7 +96,12 @@ TABLE = (
     Row("elastic", "waiting kvstore", "pushes of a clock are lost with an owner", "take dist_sync, which keeps all"),
     Row("elastic", "async table", "rows would be lost with a rank", "take a table that is not asynchronous"),
     Row("job", "sites", "a newcomer is a site of its own", "give DiLoCo a plain module, with one rank a site"),
-    Row("job", "async kvstore", "a newcomer has none of its slices", "give each of them a job of its own"),
+    Row(
+        "job",
+        "async kvstore",
+        "newcomers come where all ranks are at one step, and workers of this store are each at their own",
+        "leave out the Job: then ranks may die, and nobody comes",
+    ),
     Row("job", "unequal rounds", "there is no step before which all ranks could let others in", "use rounds by steps"),
     Row(
         "quorum",

@@ -4,10 +4,10 @@
     python -m benchmarks async_store --seeds 0           without trainings
 
 First a push and a pull of 4 KiB, of 25 MiB and of 4,096 rows of 64, which an SGD updates: by `dist_async`, by
-`dist_sync` (rows: by a ShardedEmbedding of each kind), and by torch's RPC to an owner on the next rank. Then how fast a
-worker is while rank 1 is half as fast, or unsteady: in four of twenty steps half as fast, in eight twice. Then the loss
-of a factorisation and of the small GPT of examples/char_lm.py after as many steps of each rank, with rank 1 half as
-fast, by staleness, beside dist_sync: mean and spread over seeds.
+`dist_sync` (rows: by a ShardedEmbedding of each kind) in turns, then by torch's RPC to an owner on the next rank. Then
+how fast a worker is while rank 1 is half as fast, or unsteady: in four of twenty steps half as fast, in eight twice.
+Then the loss of a factorisation and of the small GPT of examples/char_lm.py after as many steps of each rank, with rank
+1 half as fast, by staleness, beside dist_sync: mean and spread over seeds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SIZES = {"4 KiB": 1 << 10, "25 MiB": 25 << 18}  # elements
 ROWS, DIM, TABLE_ROWS = 4096, 64, 100_000
 STALENESS: dict[str, int | None] = {"s=0": 0, "s=1": 1, "s=4": 4, "s=16": 16, "None": None}
 MODELS = ("factorisation", "char_lm")
+_OF_ROWS = f"{ROWS:,} rows x {DIM}"
 _STEP_S = 0.004
 _held: dict[str, Tensor] = {}  # of an owner over RPC
 
@@ -46,7 +47,7 @@ def _serve_rows(ids: Tensor, gradient: Tensor) -> Tensor:
     return value[ids]
 
 
-def _ways(group: dist.ProcessGroup, rpc: Any, owner: str) -> dict[str, dict[str, Callable[[], object]]]:
+def _ways(group: dist.ProcessGroup) -> dict[str, dict[str, Callable[[], object]]]:
     """By what is moved and by way, a call of a push and a pull."""
     import ringdp
     from ringdp import kvstore
@@ -61,9 +62,8 @@ def _ways(group: dist.ProcessGroup, rpc: Any, owner: str) -> dict[str, dict[str,
             store.init("w", torch.zeros(numel))
             store.pushpull("w", gradient, out)
             calls[name] = functools.partial(store.pushpull, "w", gradient, out)
-        calls["torch RPC"] = functools.partial(rpc.rpc_sync, owner, _serve_dense, args=(size, gradient))
         found[size] = calls
-    ids = torch.randperm(TABLE_ROWS, generator=torch.Generator().manual_seed(group.rank()))[:ROWS]
+    ids = _ids(group.rank())
     calls = {}
     for name, asynchronous in (("dist_async", True), ("dist_sync", False)):
         rows = ringdp.nn.ShardedEmbedding(
@@ -75,20 +75,37 @@ def _ways(group: dist.ProcessGroup, rpc: Any, owner: str) -> dict[str, dict[str,
             rows.step()
 
         calls[name] = use
-    calls["torch RPC"] = lambda: rpc.rpc_sync(owner, _serve_rows, args=(ids, torch.ones(ROWS, DIM)))
-    found[f"{ROWS:,} rows x {DIM}"] = calls
+    found[_OF_ROWS] = calls
+    return found
+
+
+def _ids(rank: int) -> Tensor:
+    return torch.randperm(TABLE_ROWS, generator=torch.Generator().manual_seed(rank))[:ROWS]
+
+
+def _ways_of_rpc(joined: session.Joined) -> dict[str, Callable[[], object]]:
+    rpc: Any = torch.distributed.rpc
+    owner = f"rank{(joined.rank + 1) % joined.world_size}"
+    found: dict[str, Callable[[], object]] = {
+        size: functools.partial(rpc.rpc_sync, owner, _serve_dense, args=(size, torch.ones(numel)))
+        for size, numel in SIZES.items()
+    }
+    found[_OF_ROWS] = functools.partial(
+        rpc.rpc_sync, owner, _serve_rows, args=(_ids(joined.rank), torch.ones(ROWS, DIM))
+    )
     return found
 
 
 def _bytes(joined: session.Joined, group: dist.ProcessGroup) -> dict[str, dict[str, list[float]]]:
+    repeats = {"4 KiB": 100, "25 MiB": 3}
+    rounds = joined.settings["rounds"]
+    seconds = {what: session.alternate(calls, rounds, repeats.get(what, 20)) for what, calls in _ways(group).items()}
+    # Not in turns: beside the threads of an RPC agent each small operation of either store takes up to five times.
     rpc: Any = torch.distributed.rpc
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{joined.settings['rpc']}")
     rpc.init_rpc(f"rank{joined.rank}", rank=joined.rank, world_size=joined.world_size, rpc_backend_options=options)
-    ways = _ways(group, rpc, f"rank{(joined.rank + 1) % joined.world_size}")
-    repeats = {"4 KiB": 100, "25 MiB": 3}
-    seconds = {
-        what: session.alternate(calls, joined.settings["rounds"], repeats.get(what, 20)) for what, calls in ways.items()
-    }
+    for what, call in _ways_of_rpc(joined).items():
+        seconds[what] |= session.alternate({"torch RPC": call}, rounds, repeats.get(what, 20))
     rpc.shutdown()
     return seconds
 

@@ -182,6 +182,19 @@ def init(
     return place
 
 
+def join_behind(place: config.LaunchEnvironment) -> None:
+    """`init` of one of the ranks that have no numbers of their own: `place` is that of the first of them.
+
+    Raises:
+        HandshakeError: the job's store cannot be reached.
+    """
+    epoch, size = config.RingConfig.from_environment().epoch, place.world_size
+    start = f"ringdp/{epoch}/{_generation}/kept"
+    store = job_store.open_store(place.init_method, size - 1, size, DEFAULT_TIMEOUT, agent_store=False, start=start)
+    rank = place.rank + store.add(f"ringdp/{epoch}/{_generation}/numbered", 1) - 1
+    init(rank=rank, world_size=size, init_method=place.init_method)
+
+
 def shutdown() -> None:
     """Leave the job; `init` may be called again afterwards. Without a job it does nothing."""
     if dist.is_initialized():

@@ -9,7 +9,8 @@ There is no server: a key's values are cut into a slice for each rank. A push is
 slices, an update runs on the owner, and a pull is an all-gather.
 """
 
-from ringdp.kvstore.async_store import AsyncStats, AsyncStore
+from ringdp.kvstore.async_stats import AsyncStats
+from ringdp.kvstore.async_store import AsyncStore
 from ringdp.kvstore.attached import Attached
 from ringdp.kvstore.create import create
 from ringdp.kvstore.store import KVStore

@@ -3,61 +3,32 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import contextlib
 import functools
-import logging
 import os
-import statistics
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringdp import _C, refusals
+from ringdp import refusals
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MembershipChanged, PeerLostError
-from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
+from ringdp.job.byte_collectives import as_tensor
 from ringdp.job.elastic import is_elastic, places, use
 from ringdp.kvstore import moving, slices
+from ringdp.kvstore.async_stats import AsyncStats
 from ringdp.kvstore.attached import Attached
 from ringdp.kvstore.keys import KeyName, Values, by_key, check_number, check_priority, summed
 from ringdp.kvstore.messages import Kind
+from ringdp.kvstore.requests import Requests
 from ringdp.kvstore.service import Members, Service
-from ringdp.kvstore.slices import Lot, Slices
+from ringdp.kvstore.slices import Slices
 from ringdp.kvstore.store import KVStore
 from ringdp.kvstore.table import Table, hand_out
-from ringdp.kvstore.updates import Optimizer
-from ringdp.text import ranks_by_number
 
-_log = logging.getLogger("ringdp.kvstore")
-_DIRECT_BYTES = 64 << 10  # of a slice, from which its memory is sent and received without a copy
-_SLOW_S = 0.1  # of waiting, below which no owner is called slow
 Result = TypeVar("Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class AsyncStats:
-    """Of one worker, since the store was made.
-
-    Attributes:
-        clock: how often it has called `step`.
-        staleness: how many answers had which age: by how many clocks the slowest worker was behind this one.
-        waited_s: by owner, for how long this worker waited for it: where one is far above the others, that owner or the
-            way to it is slow.
-        held_s: for how long it waited for slow workers.
-        pushes: that this rank's owner has applied.
-        lost_pushes: that count nowhere, because their worker or owner was lost.
-    """
-
-    clock: int
-    staleness: Mapping[int, int]
-    waited_s: Mapping[int, float]
-    held_s: float
-    pushes: int
-    lost_pushes: int
 
 
 class AsyncStore(KVStore):
@@ -69,17 +40,13 @@ class AsyncStore(KVStore):
     of the workers and applied together, with the bits of ``dist_sync``. A worker sees its own pushes in what it pulls,
     and each key as one update left it.
 
-    `init`, `set_optimizer`, `set_updater`, `load`, `state_dict` and `load_state_dict` are calls of all ranks. A worker
-    that goes calls `close`, as the end of a program does; it returns when all workers have.
-
-    Attributes:
-        age: the largest of the answers to the last pull, in clocks.
+    `init`, `set_optimizer`, `set_updater`, `load`, `state_dict` and `load_state_dict` are calls of all ranks; the last
+    two, and those of the optimizer's states, not of a store with servers: `save` and `load` it. A worker that goes
+    calls `close`, as the end of a program does; it returns when all workers have.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, reduce: str, staleness: int | None, servers: int, compensates: bool
-    ) -> None:
-        members = Members.of(group, servers)
+    def __init__(self, members: Members, reduce: str, staleness: int | None, compensates: bool) -> None:
+        group, servers = members.group, 0 if members.owners == members.workers else len(members.owners)
         if group is not None and is_elastic(group):
             if staleness == 0:
                 refusals.refuse("elastic", "waiting kvstore")
@@ -88,18 +55,13 @@ class AsyncStore(KVStore):
         super().__init__("dist_async", None, reduce)
         described = f"dist_async, reduce={reduce!r}, {staleness=}, {servers=}, compensation={compensates}"
         self._table = Table(group, average=reduce == "mean", description=described, owners=members.owners)
-        self._members, self._staleness = members, staleness
-        self._compensates = compensates
-        self._served = self._slices_of(members)
-        self._service = Service(members, self._served, staleness)
-        self._lots: dict[tuple[str, ...], dict[int, Lot]] = {}
-        self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
+        self._staleness, self._compensates = staleness, compensates
         self._ages: collections.Counter[int] = collections.Counter()
+        self._open(members)
+        self._in_this_clock: set[str] = set()  # keys that were pushed; with staleness 0
         self._saves: dict[int, int] = {}  # the last one's requests, by owner, whose answers nobody has looked at
-        self._sent: collections.Counter[int] = collections.Counter()  # pushes, by owner
         self._folder: str | None = None  # of the last save
         self._lost_pushes = 0
-        self.age = 0
 
     @property
     def rank(self) -> int:
@@ -110,6 +72,11 @@ class AsyncStore(KVStore):
     @property
     def num_workers(self) -> int:
         return len(self._members.workers)
+
+    @property
+    def age(self) -> int:
+        """The largest of the answers to the last pull, in clocks."""
+        return self._requests.age
 
     @property
     def is_server(self) -> bool:
@@ -135,7 +102,7 @@ class AsyncStore(KVStore):
         scale = check_number("push: scale", scale)
         values = self._given("push", key, value)
         try:
-            self._ask(Kind.PUSH, values, scale=scale)
+            self._requests.push(values, scale)
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
 
@@ -150,7 +117,7 @@ class AsyncStore(KVStore):
         """
         check_priority("pull", priority)
         wanted, wholes = self._wanted("pull", key, out)
-        self._or_move(lambda: self._pull_into(wholes))
+        self._or_move(lambda: self._requests.pull(wholes))
         for name, tensors in wanted.items():
             hand_out(wholes[name], tensors)
 
@@ -175,10 +142,10 @@ class AsyncStore(KVStore):
         wanted, wholes = self._wanted("pushpull", key, out)
         values = self._given("pushpull", key, value)
         try:
-            self._take(self._ask(Kind.PUSHPULL, values, wholes, scale=scale), wholes)
+            self._requests.pushpull(values, wholes, scale)
         except PeerLostError as error:  # its part of this push is lost
             self._move(error)
-            self._or_move(lambda: self._pull_into(wholes))
+            self._or_move(lambda: self._requests.pull(wholes))
         for name, tensors in wanted.items():
             hand_out(wholes[name], tensors)
 
@@ -227,25 +194,7 @@ class AsyncStore(KVStore):
 
     def report(self) -> str:
         """What holds this worker up, in words: owners that are slow, or far, and workers that are."""
-        stats, owner = self.stats(), self._service.owner
-        lines = [
-            f"rank {self._members.rank}, clock {stats.clock}: waited {sum(stats.waited_s.values()):.1f} s for owners"
-            f" and {stats.held_s:.1f} s for slow workers; answers were up to {max(stats.staleness, default=0)} clocks"
-            " old"
-        ]
-        if len(stats.waited_s) > 1:
-            slowest = max(stats.waited_s, key=stats.waited_s.__getitem__)
-            usual_s = statistics.median(it for rank, it in stats.waited_s.items() if rank != slowest)
-            if stats.waited_s[slowest] > max(_SLOW_S, 2 * usual_s):
-                lines.append(
-                    f"the owner on rank {slowest}, or the way to it, is slow: {stats.waited_s[slowest]:.1f} s, others"
-                    f" {usual_s:.1f} s"
-                )
-        if owner is not None and (behind := owner.behind()):
-            lines.append(
-                f"{ranks_by_number(behind)} {'is' if len(behind) == 1 else 'are'} behind, at clock {owner.clocks.least}"
-            )
-        return "\n".join(lines)
+        return self.stats().report(self._members.rank, self._service.owner)
 
     # Servers, and the end.
 
@@ -306,55 +255,13 @@ class AsyncStore(KVStore):
         self._settle()
         if not self.is_server:
             self._service.sync()
-        group = self._table.group
 
-        def find() -> bytes:
-            if group is not None and group.rank() != 0:
-                return b""
-            return "\n".join(map(str, slices.newest(Path(folder)))).encode()
-
-        def take(found: bytes | bytearray) -> int:
-            contents = slices.read([Path(folder) / Path(one).name for one in found.decode().split("\n")])
+        def take(contents: Sequence[Mapping[str, Any]]) -> None:
             if self._service.owner is not None and self._served is not None:
                 with self._service.owner.lock:
                     self._served.take(contents)
-            return int(contents[0]["clock"])
 
-        if group is None:
-            return take(find())
-
-        def on_all() -> int:
-            found = broadcast_bytes(together(find, group, "load"), 0, group)
-            return together(lambda: take(found), group, "load")
-
-        return self._table.operations.run("loading of slices", on_all)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `KVStore.state_dict`, on all ranks; not of a store with servers: `save` it."""
-        self._refuse_with_servers("state_dict")
-        try:
-            return super().state_dict()
-        finally:
-            self.barrier()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `KVStore.load_state_dict`; not of a store with servers: `load` it."""
-        self._refuse_with_servers("load_state_dict")
-        if self._table.keys:
-            self.barrier()
-        super().load_state_dict(state)
-        self._agree()
-        self.barrier()
-
-    def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
-        self._refuse_with_servers("save_optimizer_states")
-        super().save_optimizer_states(path)
-        self.barrier()
-
-    def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
-        self._refuse_with_servers("load_optimizer_states")
-        super().load_optimizer_states(path)
-        self.barrier()
+        return slices.load(folder, self._table.group, self._table.operations, take)
 
     # What is of all ranks at once.
 
@@ -375,6 +282,17 @@ class AsyncStore(KVStore):
         self.step()
         self.pull(names, values)
 
+    @contextlib.contextmanager
+    def _as_one(self, what: str) -> Iterator[None]:
+        if self._members.owners != self._members.workers:
+            raise InvalidStateError(f"{what}: the slices are on servers: call save(folder), and load(folder)")
+        if self._table.keys:
+            self.barrier()
+        yield
+        if what == "load_state_dict":
+            self._agree()
+        self.barrier()
+
     def _refuse(self, error: Exception) -> None:
         """Others do not wait for this rank's calls."""
 
@@ -384,7 +302,7 @@ class AsyncStore(KVStore):
             self._agree()
 
     def _agree(self) -> None:
-        self._lots.clear()
+        self._requests.forget()
         self._service.agreed += 1
         table, owner = self._table, self._service.owner
         if owner is not None and self._served is not None:
@@ -393,9 +311,6 @@ class AsyncStore(KVStore):
     def _flush(self) -> set[str]:
         self.barrier()
         return set()
-
-    def _flush_if_pushed(self) -> None:
-        pass
 
     def _or_move(self, call: Callable[[], Result]) -> Result:
         """As often as an owner is lost meanwhile."""
@@ -415,79 +330,51 @@ class AsyncStore(KVStore):
         if owner is not None and self._served is not None:
             with owner.lock:
                 content = self._served.content(old.clock, owner.pushes)
-        left = moving.Left(self._places, self._members, old.clock, self._sent, content, self._folder)
+        left = moving.Left(self._places, self._members, old.clock, self._requests.sent, content, self._folder)
         try:
             found = moving.meet(group, left)
         finally:
             old.close(wait=False)
         self._lost_pushes += found.lost_pushes + (0 if owner is None else owner.lost_pushes)
-        self._places, self._members, members = found.places, found.members, found.members
-        self._table.deal_again(members.owners, members.rank)
-        self._served = self._slices_of(members)
-        if self._served is not None:
-            self._served.agree(list(self._table.keys.values()), self._table.slices, self._table.update)
-            self._served.take(found.contents)
-        self._lots.clear()
-        self._sent.clear()
+        self._places = found.places
+        self._table.deal_again(found.members.owners, found.members.rank)
+        self._open(found.members, found.contents, clocks=found.clocks, name=found.name, agreed=old.agreed)
         self._saves = {}
-        self._service = Service(members, self._served, self._staleness, clocks=found.clocks, name=found.name)
-        self._service.agreed = old.agreed
-        if self._service.owner is not None:
-            self._service.owner.agree_again(old.agreed)
-        if members.rank == 0:
-            _log.warning(
-                "%s of a dist_async store lost with its slices: they are those of clock %d, and %d pushes of the ranks"
-                " that are left count nowhere",
-                ranks_by_number(found.lost),
-                found.since,
-                found.lost_pushes,
-            )
 
-    def _slices_of(self, members: Members) -> Slices | None:
-        """Those of this rank, still without keys; None where it owns none."""
-        if not members.owns:
-            return None
-        average = len(members.workers) if self._table.average else 1
-        return Slices(members.owners.index(members.rank), average, compensates=self._compensates)
+    def _open(self, members: Members, contents: Sequence[Mapping[str, Any]] = (), **known: Any) -> None:
+        """Connect to the owners, one of which this rank may be: of nothing, or, in a store that goes on, of its part of
+        the contents; `known`: see `Service`."""
+        self._members, self._served = members, None
+        if members.owns:
+            average = len(members.workers) if self._table.average else 1
+            place = members.owners.index(members.rank)
+            self._served = Slices(place, average, compensates=self._compensates)
+            if contents:
+                self._served.agree(list(self._table.keys.values()), self._table.slices, self._table.update)
+                self._served.take(contents)
+        self._service = Service(members, self._served, self._staleness, **known)
+        self._requests = Requests(self._service, self._table, self._ages)
 
     def _given(self, what: str, key: KeyName | Sequence[KeyName], value: Values) -> dict[str, Tensor]:
         """Of a push, flat and on the CPU."""
         given = by_key(what, key, value)
         self._settle()
         self._table.check_all(what, given)
-        self._require_update(given)
+        if again := self._in_this_clock & given.keys():
+            raise InvalidStateError(
+                f"push: key {min(again)!r} was pushed in clock {self._service.clock} already, and with staleness=0"
+                " there is one push of a key in a clock: call step() first"
+            )
+        if self._staleness != 0 and self._table.update.assigns:
+            raise InvalidStateError(
+                "push: dist_async needs an optimizer or an updater, as pushes are not added up before they count: call"
+                " set_optimizer or set_updater on all ranks"
+            )
         values = {name: summed(tensors, torch.device("cpu")) for name, tensors in given.items()}
-        for name, one in values.items():
-            _require_finite(name, one, self._members.rank)
+        self._requests.require_finite(values)
         if self._staleness == 0:
             self._in_this_clock.update(values)
-
         return values
-
-    def _ask(
-        self, kind: Kind, values: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None, *, scale: float = 1.0
-    ) -> dict[int, int]:
-        """Ask the owners of these keys, with the values of a push; `into` has the memory of a pull.
-
-        Returns the sequence numbers, by owner.
-        """
-        lots, given = self._lots_of(tuple(values)), list(values.values())
-        targets = [] if into is None else list(into.values())
-        pushes = kind is not Kind.PULL
-        lends_here = isinstance(self._table.update, Optimizer) and not self._table.average
-        if pushes:
-            self._sent.update(list(lots))
-
-        def ask(owner: int) -> int:
-            lot = lots[owner]
-            direct = lot.place is not None and lot.total >= _DIRECT_BYTES and targets
-            # A push that is waited for is sent from where it is; this rank's own update might change it there.
-            lends = direct and (owner != self._members.rank or (lends_here and scale == 1.0))
-            body = (lot.view(given[0]) if lends else lot.of_wholes.pack(given)) if pushes else lot.head
-            memory = lot.view(targets[0]) if direct else None
-            return self._service.ask(kind, owner, body, scale=scale, key=lot.key, into=memory)
-
-        return self._service.ask_each(lots, ask)
 
     def _wanted(
         self, what: str, key: KeyName | Sequence[KeyName], out: Values
@@ -503,43 +390,6 @@ class AsyncStore(KVStore):
             )
         return wanted, {name: self._table.target(name, tensors) for name, tensors in wanted.items()}
 
-    def _pull_into(self, wholes: Mapping[str, Tensor]) -> None:
-        self._take(self._ask(Kind.PULL, wholes, wholes), wholes)
-
-    def _take(self, asked: Mapping[int, int], wholes: Mapping[str, Tensor]) -> None:
-        """The owners' answers."""
-        lots, targets = self._lots_of(tuple(wholes)), list(wholes.values())
-        self.age = 0
-        for owner, sequence in asked.items():
-            answer = self._service.answer_of(owner, sequence)
-            self.age = max(self.age, answer.age)
-            self._ages[answer.age] += 1
-            if answer.payload is not None:
-                lots[owner].of_wholes.unpack(answer.payload, targets)
-
-    def _lots_of(self, names: tuple[str, ...]) -> dict[int, Lot]:
-        """By owner, without those that have nothing of these keys; this rank last."""
-        if (found := self._lots.get(names)) is None:
-            keys = self._table.keys
-            numbers = {name: number for number, name in enumerate(keys)}
-            asked = [keys[name] for name in names], [numbers[name] for name in names]
-            lots = {it: Lot.of(*asked, self._members.owners.index(it)) for it in self._service.remote_first()}
-            found = self._lots[names] = {owner: lot for owner, lot in lots.items() if lot.total}
-        return found
-
-    def _require_update(self, given: Mapping[str, Any]) -> None:
-        if self._staleness == 0:
-            if again := self._in_this_clock & given.keys():
-                raise InvalidStateError(
-                    f"push: key {min(again)!r} was pushed in clock {self._service.clock} already, and with staleness=0"
-                    " there is one push of a key in a clock: call step() first"
-                )
-        elif self._table.update.assigns:
-            raise InvalidStateError(
-                "push: dist_async needs an optimizer or an updater, as pushes are not added up before they count: call"
-                " set_optimizer or set_updater on all ranks"
-            )
-
     def _check_saves(self) -> None:
         saves, self._saves = self._saves, {}
         try:
@@ -547,15 +397,3 @@ class AsyncStore(KVStore):
                 self._service.answer_of(owner, sequence)
         except PeerLostError as error:
             self._move(error)
-
-    def _refuse_with_servers(self, what: str) -> None:
-        if self._members.owners != self._members.workers:
-            raise InvalidStateError(f"{what}: the slices are on servers: call save(folder), and load(folder)")
-
-
-def _require_finite(name: str, value: Tensor, rank: int) -> None:
-    if (at := _C.first_non_finite(value)) >= 0:
-        raise InvalidArgumentError(
-            f"push: key {name!r} of rank {rank} has {value[at].item()} at element {at}: it would spoil the values of"
-            " all workers, so it was not sent"
-        )

@@ -7,9 +7,12 @@ from typing import Literal, overload
 import torch.distributed as dist
 
 from ringdp import values
+from ringdp.config.environments import launched_with_servers
 from ringdp.errors import InvalidArgumentError
+from ringdp.job import process_group
 from ringdp.job.byte_collectives import alone, require_member
 from ringdp.kvstore.async_store import AsyncStore
+from ringdp.kvstore.service import Members
 from ringdp.kvstore.store import KVStore
 
 _ALONE = ("local", "device")
@@ -61,6 +64,7 @@ def create(
         staleness: of ``dist_async``: by how many calls of `step` a worker may be ahead of the slowest one; None: by any
             number, and no worker waits.
         servers: of ``dist_async``: so many ranks, the last ones, own all values and do nothing else; 0: all own a part.
+            Before `ringdp.init`, in a process that MXNet's scripts started, those of ``DMLC_NUM_SERVER``, which join.
         compensation: of ``dist_async``: an update's rate is divided by 1 + the number of updates of other workers since
             its worker pulled (Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016).
         group: whose ranks; the default group if None.
@@ -88,6 +92,7 @@ def create(
 def _create_asynchronous(
     reduce: str, staleness: int | None, servers: int, compensation: bool, group: dist.ProcessGroup | None
 ) -> AsyncStore:
+    started = _join_servers() if group is None else 0
     alike = None if group is None and alone("ringdp.kvstore.create") else require_member(group, "ringdp.kvstore.create")
     if staleness is not None:
         values.whole("create", "staleness", staleness, 0)
@@ -95,4 +100,19 @@ def _create_asynchronous(
     values.flag("create", "compensation", compensation)
     if compensation and staleness == 0:
         raise InvalidArgumentError("compensation is for late updates, and with staleness=0 there are none")
-    return AsyncStore(alike, reduce, staleness, servers, compensation)
+    if started and servers not in (0, started):
+        raise InvalidArgumentError(f"create: servers={servers}, and DMLC_NUM_SERVER={started}: leave out one of them")
+    members = Members.of(alike, started or servers, lets_end=started > 0)
+    return AsyncStore(members, reduce, staleness, compensation)
+
+
+def _join_servers() -> int:
+    """Of a process that MXNet's scripts started and that has not joined: join with the servers. Returns how many."""
+    if dist.is_initialized() or (launched := launched_with_servers()) is None:
+        return 0
+    place, servers = launched
+    if place.rank < place.world_size - servers:
+        process_group.init(rank=place.rank, world_size=place.world_size, init_method=place.init_method)
+    else:
+        process_group.join_behind(place)
+    return servers

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from ringdp.job.elastic import as_unit, places
 from ringdp.kvstore import slices
 from ringdp.kvstore.service import Members
 from ringdp.text import ranks_by_number
+
+_log = logging.getLogger("ringdp.kvstore")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,6 @@ class Survivors:
     members: of the store, by their new ranks.
     clocks: of the workers.
     contents: of all owners that were, in their order.
-    lost: places of the owners that were lost.
-    since: the clock of the slices of those.
     lost_pushes: that workers which are left have sent to lost owners after their file was written.
     name: for new connections.
     """
@@ -60,8 +61,6 @@ class Survivors:
     members: Members
     clocks: dict[int, int]
     contents: list[Mapping[str, Any]]
-    lost: list[int]
-    since: int
     lost_pushes: int
     name: str
 
@@ -113,14 +112,21 @@ def _meet(group: dist.ProcessGroup, left: Left) -> Survivors:
     workers = {old: new[old] for old in before.workers if old in new}
     pushed = sum(one["sent"][at] for one in told for at in range(len(lost)))
     kept = sum(contents[it]["pushes"].get(str(old), 0) for it in lost for old in workers)
+    lost_pushes = max(0, pushed - kept)
+    if members.rank == 0:
+        _log.warning(
+            "%s of a dist_async store lost with its slices: they are those of clock %d, and %d pushes of the ranks that"
+            " are left count nowhere",
+            ranks_by_number([left.places[it] for it in lost]),
+            min((contents[it]["clock"] for it in lost), default=0),
+            lost_pushes,
+        )
     return Survivors(
         now,
         members,
         {rank: told[rank]["clock"] for rank in workers.values()},
         [contents[it] for it in before.owners],
-        [left.places[it] for it in lost],
-        min((contents[it]["clock"] for it in lost), default=0),
-        max(0, pushed - kept),
+        lost_pushes,
         told[0]["name"],
     )
 

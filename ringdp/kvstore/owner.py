@@ -136,12 +136,6 @@ class Owner:
             self.agreed += 1
             self._go_on()
 
-    def agree_again(self, agreed: int) -> None:
-        """The values are those of so many agreements: of a new owner's part of a store that goes on."""
-        with self.lock:
-            self.agreed = agreed
-            self._go_on()
-
     def take(self, worker: int, message: Message) -> None:
         """A request has come."""
         with self.lock:

@@ -44,21 +44,24 @@ class Members:
     Attributes:
         workers: that push and pull.
         owners: that have slices, in the order of the slices.
+        lets_end: a rank that serves alone does so, and then ends the program, where a worker's program asks: MXNet's
+            servers run the same program.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     workers: tuple[int, ...]
     owners: tuple[int, ...]
+    lets_end: bool = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, servers: int) -> Members:
+    def of(cls, group: dist.ProcessGroup | None, servers: int, *, lets_end: bool = False) -> Members:
         """`servers` ranks, the last ones, own all and do not work; 0: all ranks do both."""
         ranks = 1 if group is None else group.size()
         everyone = tuple(range(ranks))
         if not servers:
             return cls(group, 0 if group is None else group.rank(), everyone, everyone)
-        return cls(group, 0 if group is None else group.rank(), everyone[:-servers], everyone[-servers:])
+        return cls(group, 0 if group is None else group.rank(), everyone[:-servers], everyone[-servers:], lets_end)
 
     @property
     def works(self) -> bool:
@@ -86,6 +89,7 @@ class Service:
         served: this rank's part of the values; None where it owns nothing.
         clocks: of the workers; None: all begin at 0.
         name: of the connections, the same on all ranks and never used before; None: the ranks agree on one.
+        agreed: how often the ranks have agreed on keys and settings.
 
     Attributes:
         clock: this worker's.
@@ -102,10 +106,11 @@ class Service:
         *,
         clocks: Mapping[int, int] | None = None,
         name: str | None = None,
+        agreed: int = 0,
     ) -> None:
         begin = dict.fromkeys(members.workers, 0) if clocks is None else dict(clocks)
         self.members, self.clock = members, begin.get(members.rank, 0)
-        self.agreed = 0
+        self.agreed = agreed
         self.waited_s = dict.fromkeys(members.owners, 0.0)
         self.held_s = 0.0
         self._sequence = 0
@@ -118,6 +123,7 @@ class Service:
         self._thread: threading.Thread | None = None
         if served is not None:
             self.owner = Owner(served, Clocks(begin, staleness), self, rank=members.rank, timeout_s=members.timeout_s)
+            self.owner.agreed = agreed
         if self._box is not None and members.works:
             for owner in members.owners:
                 if owner != members.rank:
@@ -325,6 +331,9 @@ class Service:
             )
         if self._closed:
             raise InvalidStateError("this store was closed")
+        if not self.members.works and self.members.lets_end:
+            self.close()
+            raise SystemExit(0)
         if not self.members.works:
             raise InvalidStateError(f"rank {self.members.rank} of this store serves alone: call serve() on it")
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringdp import _C
 from ringdp.errors import InvalidArgumentError
-from ringdp.job.byte_collectives import as_tensor
+from ringdp.job.byte_collectives import as_tensor, broadcast_bytes, together
 from ringdp.job.whole_file import whole_file
+from ringdp.kvstore.agreement import Operations
 from ringdp.kvstore.keys import Cut, Key, describe
 from ringdp.kvstore.messages import Message
 from ringdp.kvstore.owner import Push
@@ -89,7 +92,10 @@ class Lot:
 
     def views(self, body: Tensor) -> dict[str, Tensor]:
         """The slices in a body, flat, by key. With a head before them, or, as in an answer, without."""
-        first = len(body) - self.total
+        if self.place is not None:
+            name, _, _, dtype = self.parts[0]
+            return {name: body.view(dtype)}
+        first = body.numel() - self.total
         return {
             name: body[first + begin : first + begin + numel * dtype.itemsize].view(dtype)
             for name, begin, numel, dtype in self.parts
@@ -120,8 +126,9 @@ class Slices:
         self._lots.clear()
 
     def apply(self, pushes: Sequence[Push]) -> None:
-        sums: dict[str, Tensor] = {}
-        for push in pushes:
+        first, *others = pushes
+        sums = self._lot(first.body, first.key)[0].views(first.body)
+        for push in others:
             for name, view in self._lot(push.body, push.key)[0].views(push.body).items():
                 if name in sums:
                     sums[name].add_(view)
@@ -129,10 +136,10 @@ class Slices:
                     sums[name] = view
         if self._average > 1:
             torch._foreach_div_(list(sums.values()), self._average)
-        if pushes[0].scale != 1.0:
-            torch._foreach_mul_(list(sums.values()), pushes[0].scale)
+        if first.scale != 1.0:
+            torch._foreach_mul_(list(sums.values()), first.scale)
         assert self.update is not None
-        late = pushes[0].late if self._compensates and len(pushes) == 1 else 0
+        late = first.late if self._compensates and not others else 0
         with _slower(self.update, late) if late > 0 else contextlib.nullcontext():
             self.update.apply(self.values, sums)
 
@@ -270,6 +277,30 @@ def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
             raise InvalidArgumentError(f"load: {path} is not a file of KVStore.save")
         contents.append(content)
     return contents
+
+
+def load(
+    folder: str | os.PathLike[str],
+    group: dist.ProcessGroup | None,
+    operations: Operations,
+    take: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> int:
+    """Give the newest files of all owners to `take`; on all ranks. Returns their clock; raises as `newest` and `read`,
+    and what `take` raises, on all ranks."""
+
+    def find() -> bytes:
+        return "\n".join(it.name for it in newest(Path(folder))).encode()
+
+    def take_found(found: bytes | bytearray) -> int:
+        contents = read([Path(folder) / name for name in found.decode().split("\n")])
+        take(contents)
+        return int(contents[0]["clock"])
+
+    def on_all(group: dist.ProcessGroup) -> int:
+        found = broadcast_bytes(together(lambda: find() if group.rank() == 0 else b"", group, "load"), 0, group)
+        return together(lambda: take_found(found), group, "load")
+
+    return take_found(find()) if group is None else operations.run("loading of slices", lambda: on_all(group))
 
 
 def _check(content: Mapping[str, Any], keys: Sequence[Key], update: Update | None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,17 @@ def _report_refusals(method: Method) -> Method:
             if not isinstance(error, RingError) or isinstance(error, InvalidArgumentError | InvalidStateError):
                 self._refuse(error)
             raise
+
+    return call  # type: ignore[return-value]
+
+
+def _together(method: Method) -> Method:
+    """A call of all ranks, about all keys: inside `_as_one`."""
+
+    @functools.wraps(method)
+    def call(self: KVStore, *positional: Any, **named: Any) -> Any:
+        with self._as_one(method.__name__):
+            return method(self, *positional, **named)
 
     return call  # type: ignore[return-value]
 
@@ -288,6 +300,7 @@ class KVStore:
         self.broadcast(list(named), parameters, parameters)
         return Attached(self._table, named)
 
+    @_together
     def state_dict(self) -> dict[str, Any]:
         """Values, the optimizer's state and compression's residuals: whole tensors, the same on all ranks, which all
         must call. It loads at any number of ranks."""
@@ -295,6 +308,7 @@ class KVStore:
         return saved.state_dict(self._table)
 
     @_report_refusals
+    @_together
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state of `state_dict`, on all ranks. Keys that the store does not have are made.
 
@@ -307,6 +321,7 @@ class KVStore:
         saved.load_state_dict(self._table, state)
 
     @_report_refusals
+    @_together
     def save_optimizer_states(self, path: str | os.PathLike[str]) -> None:
         """Write the optimizer's state to a file on rank 0's host, which is complete or absent; on all ranks.
 
@@ -319,6 +334,7 @@ class KVStore:
         saved.save_optimizer(self._table, path)
 
     @_report_refusals
+    @_together
     def load_optimizer_states(self, path: str | os.PathLike[str]) -> None:
         """Read a file of `save_optimizer_states`, at any number of ranks: rank 0 reads it and sends it to the others.
 
@@ -336,6 +352,12 @@ class KVStore:
     def _exchange(self, names: list[str], grads: list[Tensor], values: list[Tensor], scale: float) -> None:
         """A step of a Trainer."""
         self.pushpull(names, grads, values, scale=scale)
+
+    @contextlib.contextmanager
+    def _as_one(self, what: str) -> Iterator[None]:
+        """All ranks are in this call."""
+        del what
+        yield
 
     def _refuse(self, error: Exception) -> None:
         """Give this rank's error to the others, which are, or will be, in another call."""

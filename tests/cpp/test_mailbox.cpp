@@ -132,6 +132,64 @@ CASE("collectives run while messages are awaited, and an answer may land in memo
   });
 }
 
+CASE("a thread that gets an answer at once, after a request, leaves no later request of the peer behind") {
+  constexpr int kRounds = 100;
+  std::atomic<int> served{0};
+  run_job(2, {}, [&](Rank& self) {
+    const auto box = mailbox_of(self);
+    const int other = 1 - self.rank;
+    for (int round = 0; round < kRounds; ++round) {
+      if (self.rank == 0) {
+        for (int number = 0; number < 2; ++number) send(*box, other, Mailbox::kRequests, number, 0);
+        send(*box, other, Mailbox::kAnswers, 2, 0);
+        barrier(self);
+        while (served <= round) std::this_thread::yield();  // whatever comes would wake the other rank
+        continue;
+      }
+      std::vector<int> came;
+      const auto take = [&](const std::optional<Mailbox::Message>& found) {
+        CHECK(found.has_value());
+        came.push_back(number_of(*found));
+      };
+      while (came.empty() || came.back() != 0) take(box->answer(other, 30'000, true));
+      barrier(self);  // the answer is there, most times
+      box->expect(Mailbox::kRequests, other);
+      const auto began = Clock::now();
+      while (came.size() < 3 && came.back() != 2) take(box->answer(other, 30'000, true));
+      if (came.size() < 3) take(box->request(10'000));               // of the server's thread
+      CHECK(Clock::now() - began < std::chrono::milliseconds(100));  // an engine that nobody drives looks after 250
+      box->expect(Mailbox::kRequests, other);
+      ++served;
+    }
+    barrier(self);
+    box->close();
+  });
+}
+
+CASE("a request that is expected when nothing was comes at once") {
+  constexpr int kRounds = 30;
+  std::atomic<int> expected{0};
+  run_job(2, {}, [&](Rank& self) {
+    const auto box = Mailbox::make(*self.group, "box", kMostBytes);
+    for (int round = 0; round < kRounds; ++round) {
+      barrier(self);
+      if (self.rank == 0) {
+        while (expected <= round) std::this_thread::yield();
+        send(*box, 1, Mailbox::kRequests, round, 0);
+        continue;
+      }
+      box->expect(Mailbox::kRequests, 0);
+      ++expected;
+      const auto began = Clock::now();
+      const auto found = box->request(10'000);
+      CHECK(found && number_of(*found) == round);
+      CHECK(Clock::now() - began < std::chrono::milliseconds(100));  // an engine with nothing to do looks after 250
+    }
+    barrier(self);
+    box->close();
+  });
+}
+
 CASE("a peer that goes is told once to who serves, and thrown to who waits for it or sends to it") {
   std::atomic<int> knowing{0}, here{0};
   run_job(3, {}, [&](Rank& self) {

@@ -83,6 +83,8 @@ def main(rank: int, world: int, way: str, folder: str) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(tensor)
+    elif way == "idle_store":
+        idle_store(rank, Path(folder))
     else:
         wait_for_the_test(rank, Path(folder), fork=way == "forks")
         dist.all_reduce(tensor)
@@ -154,6 +156,21 @@ def call_from_two_threads(rank: int) -> None:
     if rank == 1:
         time.sleep(0.2)
     dist.all_reduce(torch.ones(1000))
+
+
+def idle_store(rank: int, folder: Path) -> None:
+    """A dist_async store to which nobody pushes for a while: its receives are pending."""
+    from ringdp import kvstore
+
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer("sgd", learning_rate=0.1)
+    value = torch.zeros(5000)
+    kv.init("w", value)
+    kv.pushpull("w", torch.ones(5000), out=value)
+    kv.barrier()
+    wait_for_the_test(rank, folder, fork=False)
+    kv.pushpull("w", torch.ones(5000), out=value)
+    kv.close()
 
 
 def wait_for_the_test(rank: int, folder: Path, *, fork: bool) -> None:

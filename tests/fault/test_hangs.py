@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,6 +135,22 @@ def test_a_rank_that_is_stuck(start: Start, way: str) -> None:
     assert f"in stuck_in_{way}" in found.stacks[1]
     assert "(called at hang_program.py:" in found.paragraph
     assert [process.poll() for process in ranks.processes] == [None, None]  # both go on
+
+
+@pytest.mark.ci  # it has to last longer than the timeout
+def test_an_idle_store_is_no_hang(start: Start) -> None:
+    limit_s = 2.0
+    ranks = start("idle_store", RINGDP_STALL_NOTICE="0.1", LIMIT_S=str(limit_s))
+    ranks.ready()
+    time.sleep(1.5 * limit_s)
+    job = ranks.dump()
+    found = verdict(job)
+    assert (found.guilty, found.stacks) == ((), {}), found.paragraph
+    assert len(job.dumps) == 2
+    assert [it.title for one in job.dumps.values() for it in one.operations if not it.ended_well] == []
+    assert ranks.go_on() == [0, 0], ranks.log(0) + ranks.log(1)
+    for rank in range(2):
+        assert "has waited" not in ranks.log(rank) + ranks.read(f"stalls_rank{rank}.log")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@ older than they may be; nobody waits for the slowest; memory is bounded; errors 
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from ringdp.errors import InvalidArgumentError, MismatchError
+from tests.helpers import free_port
 from tests.train import async_cases as cases
 from tests.train.harness import errors_of, on_ranks, run_ranks
 from tests.train.kvstore_cases import values
@@ -135,3 +139,34 @@ def test_a_late_update_can_count_less() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_table_without_staleness_has_the_bits_of_a_synchronous_one(ranks: int, optimizer: str, wire: str) -> None:
     run_ranks(cases.tables_are_equal, optimizer, wire, world_size=ranks, backend="ring")
+
+
+@pytest.mark.ci  # five programs, each of which imports torch
+def test_mxnets_servers_and_scheduler_run_the_same_script(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = root / "tests" / "train" / "mxnet_script.py"
+    common = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_port()),
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "2",
+        "PYTHONPATH": str(root),
+    }
+    processes = {
+        f"{role} {number}": subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env={**os.environ, **common, "DMLC_ROLE": role} | ({"DMLC_WORKER_ID": number} if role == "worker" else {}),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for role, number in [("scheduler", ""), ("server", "a"), ("server", "b"), ("worker", "0"), ("worker", "1")]
+    }
+    try:
+        said = {name: it.communicate(timeout=120)[1] for name, it in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+    for name, process in processes.items():
+        assert process.returncode == 0, (name, said[name])
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}  # of workers only
+    assert found == {f"trained-{rank}": f"[{rank}, 2, [2.0], [2.0]]" for rank in range(2)}

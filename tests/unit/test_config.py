@@ -633,6 +633,24 @@ def test_mxnets_start_scripts() -> None:
         launch_environment(variables | {"DMLC_ROLE": "boss"})
 
 
+def test_the_place_of_mxnets_servers_is_behind_its_workers() -> None:
+    variables = {
+        "DMLC_NUM_WORKER": "3",
+        "DMLC_NUM_SERVER": "2",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+        "DMLC_PS_ROOT_PORT": "9091",
+    }
+    for role, rank in (("worker", 1), ("server", 3)):
+        found = dmlc.with_servers(variables | {"DMLC_ROLE": role, "DMLC_WORKER_ID": "1"})
+        assert found is not None
+        place, servers = found
+        assert (place.rank, place.world_size, place.init_method, servers) == (rank, 5, "tcp://10.0.0.1:9091", 2)
+    for other in ({}, {"DMLC_ROLE": "scheduler"}, {"DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "0"}):
+        assert dmlc.with_servers(variables | other) is None
+    with pytest.raises(InvalidArgumentError, match="DMLC_NUM_SERVER=two"):
+        dmlc.with_servers({"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "two"})
+
+
 @pytest.mark.parametrize("role", ["server", "scheduler"])
 def test_mxnets_servers_and_schedulers_end_at_once(role: str, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ({}, {"OMPI_COMM_WORLD_SIZE": "2"}):  # also where mpirun started it

@@ -15,6 +15,7 @@ __all__ = [
     "LaunchEnvironment",
     "forgotten",
     "launch_environment",
+    "launched_with_servers",
     "optional_integer",
     "several_hosts",
     "whole_number",
@@ -55,6 +56,13 @@ def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnviro
             return family.read(environ)
     torchrun.refuse_the_rest(environ)
     return None
+
+
+def launched_with_servers() -> tuple[LaunchEnvironment, int] | None:
+    """Of a process that MXNet's scripts started, beside servers: see `dmlc.with_servers`."""
+    return (
+        dmlc.with_servers(os.environ) if next((it for it in FAMILIES if it.started(os.environ)), None) is dmlc else None
+    )
 
 
 def forgotten(environ: Mapping[str, str] | None = None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 
@@ -42,6 +43,22 @@ def read(environ: Mapping[str, str]) -> LaunchEnvironment:
         local_world_size=None,
         init_method=tcp_address(host, whole_number("DMLC_PS_ROOT_PORT", port)),
     )
+
+
+def with_servers(environ: Mapping[str, str]) -> tuple[LaunchEnvironment, int] | None:
+    """The place in a job of workers, then servers, and how many servers there are; None where none were started.
+
+    A server's place is that of the first one: servers are not numbered.
+
+    Raises:
+        InvalidArgumentError: as `read`.
+    """
+    role, servers = environ.get("DMLC_ROLE"), whole_number("DMLC_NUM_SERVER", environ.get("DMLC_NUM_SERVER") or "0")
+    if role not in ("worker", "server") or servers < 1:
+        return None
+    place = read(environ if role == "worker" else {**environ, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
+    rank = place.rank if role == "worker" else place.world_size
+    return dataclasses.replace(place, rank=rank, world_size=place.world_size + servers), servers
 
 
 def end_needless_role(environ: Mapping[str, str]) -> None:

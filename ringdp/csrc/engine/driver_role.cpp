@@ -86,6 +86,7 @@ void DriverRole::operation_began(bool caller_waits, bool rests) {
   } else if (!caller_waits) {
     watched_.load(std::memory_order_relaxed) ? watcher_.wake() : work_to_do_.notify_one();
   }
+  if (rests && idles_) work_to_do_.notify_one();
 }
 
 void DriverRole::operation_ended(bool rests) {
@@ -103,12 +104,15 @@ bool DriverRole::begin_sleep() {
 DriverRole::Turn DriverRole::wait_for_turn(MutexLock& lock) {
   for (;;) {
     auto busy = [this]() RINGDP_NOT_CHECKED { return unfinished_ > 0 || left_.frames; };
-    auto wanted = [&]()
-                      RINGDP_NOT_CHECKED { return closed_ || (!held() && (busy() || copies_began_ || resting_ > 0)); };
+    auto wanted = [&]() RINGDP_NOT_CHECKED {
+      return closed_ || (!held() && (busy() || copies_began_)) || (resting_ > 0 && (idles_ || !held()));
+    };
     Clock::duration period = kIdleLookPeriod;
     if (left_.copies && !held()) period = kPendingCopiesPeriod;
     if (resting_ > 0) period = kWatchAgainPeriod;
+    idles_ = resting_ == 0;
     const bool idle = !work_to_do_.wait_for(lock.native(), period, wanted);
+    idles_ = false;
     if (closed_) return Turn::kEnd;
     if (std::exchange(copies_began_, false) && !busy()) continue;  // from now on with the shorter period
     const auto now = Clock::now();

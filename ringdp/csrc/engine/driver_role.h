@@ -119,6 +119,7 @@ class RINGDP_CAPABILITY("role") DriverRole {
   Clock::time_point looked_at_ RINGDP_GUARDED_BY(mutex_){};  // when the communication thread last asked for a look
   Leftover left_ RINGDP_GUARDED_BY(mutex_);                  // by the last driver
   bool copies_began_ RINGDP_GUARDED_BY(mutex_) = false;      // since the communication thread last looked
+  bool idles_ RINGDP_GUARDED_BY(mutex_) = false;             // the communication thread: it knows of no resting one
   std::vector<std::function<void()>> requests_ RINGDP_GUARDED_BY(mutex_);  // for the driver
 };
 

@@ -114,12 +114,18 @@ void Mailbox::expect(Box box, int from) {
     if (alive && message) alive->header_came(box, from, message);
   };
   try {
-    group->receive({incoming->first.get(), kFirstBytes}, DType::kUint8, other_of(*group), first_of(box),
-                   options_of(incoming, std::move(after)));
+    hold(peer.slots[box], 0,
+         group->receive({incoming->first.get(), kFirstBytes}, DType::kUint8, other_of(*group), first_of(box),
+                        options_of(incoming, std::move(after))));
     if (box == kRequests && !waiter_serves_.load(std::memory_order_relaxed)) engine_->move_on();  // it may be here
   } catch (const Error&) {
     lost(from, std::current_exception());
   }
+}
+
+void Mailbox::hold(Slot& slot, std::size_t which, std::shared_ptr<Work> receive) {
+  const std::scoped_lock lock(mutex_);
+  slot.receives[which].swap(receive);  // what was there is released without the lock
 }
 
 void Mailbox::land(int from, std::shared_ptr<std::byte> memory, std::size_t bytes) {
@@ -150,8 +156,9 @@ void Mailbox::header_came(Box box, int from, const std::shared_ptr<Incoming>& in
     auto after = [mailbox = weak_from_this(), box, from] {
       if (const auto alive = mailbox.lock()) alive->came(box, from);
     };
-    peer.group->receive({incoming->payload.get(), bytes}, DType::kUint8, other_of(*peer.group), payload_of(box),
-                        options_of(incoming, std::move(after)));
+    hold(peer.slots[box], 1,
+         peer.group->receive({incoming->payload.get(), bytes}, DType::kUint8, other_of(*peer.group), payload_of(box),
+                             options_of(incoming, std::move(after))));
   } catch (...) {
     lost(from, std::current_exception());
   }
@@ -187,6 +194,7 @@ Mailbox::Message Mailbox::take(Box box, int from) {
   Slot& slot = peer(from).slots[box];
   const std::shared_ptr<Incoming> incoming = std::move(slot.incoming);
   slot.ready = slot.expected = false;
+  slot.receives = {};  // their buffers are `incoming`
   const auto* header = reinterpret_cast<const char*>(incoming->first.get());
   return Message{.box = box,
                  .from = from,
@@ -242,9 +250,9 @@ std::optional<Mailbox::Message> Mailbox::answer(int from, int64_t timeout_ms, bo
     }
   };
   std::optional<Message> found;
+  const bool unstarted = waiter_serves_.exchange(false, std::memory_order_relaxed);  // a receive, perhaps
   {
     const Awaiting awaiting{*this, serves};
-    waiter_serves_.store(false, std::memory_order_relaxed);
     for (bool more = true; more;) {
       uint64_t seen = 0;
       {
@@ -268,6 +276,7 @@ std::optional<Mailbox::Message> Mailbox::answer(int from, int64_t timeout_ms, bo
   if (found && found->box == kAnswers) {
     land(from, nullptr, 0);
     expect(kAnswers, from);
+    if (unstarted) engine_->move_on();  // this thread may not come here again for long
   }
   return found;
 }

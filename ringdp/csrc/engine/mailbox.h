@@ -99,6 +99,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   };
   struct Slot {                          // for messages of a peer in a box
     std::shared_ptr<Incoming> incoming;  // complete when `ready`
+    // Of the header and the payload, held so that no thread is woken to drop them.
+    std::array<std::shared_ptr<Work>, 2> receives;
     bool expected = false;
     bool ready = false;
   };
@@ -116,6 +118,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
   explicit Mailbox(std::size_t most_bytes) : most_bytes_(most_bytes) {}
   void open(const GroupHandle& of_all, const std::string& name);
+  void hold(Slot& slot, std::size_t which, std::shared_ptr<Work> receive);
   void header_came(Box box, int from, const std::shared_ptr<Incoming>& incoming);
   void came(Box box, int from);
   void lost(int from, const std::exception_ptr& why);
@@ -134,7 +137,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   std::atomic<uint64_t> changes_{0};        // of what comes in; written with the mutex
   std::condition_variable served_;          // for the thread in `request`
   bool dozes_ = false;                      // that looks by itself before long
-  std::atomic<bool> waiter_serves_{false};  // it has a request, and drives soon, in its next `answer`
+  std::atomic<bool> waiter_serves_{false};  // `answer` gave a request, and its next call starts what is expected
   bool answer_awaited_ = false;             // by a thread that serves
   int requests_ = 0;                        // that have come, and losses, which nobody has taken
   Clock::time_point left_to_program_{};     // until when requests wait for the program's thread
