@@ -25,7 +25,7 @@ RUNNABLES = {
         "2 cores; root for --hosts; mpi4py and Open MPI for mpi; g++ for ceiling",
     ),
     "ceilings": Runnable(
-        "collectives.ceilings", "how far is ringdp from what this machine can do? one table", 4,
+        "collectives.ceilings", "how far is ringdp from what this machine can do? one table", 11,
         "2 cores; g++; root and iperf3 for compressed",
     ),
     "tune": Runnable(
