@@ -27,6 +27,7 @@ from ringdp.config import environments, threads
 from ringdp.errors import InvalidArgumentError, InvalidStateError, MismatchError
 from ringdp.job import arguments, devices, elastic, job_store
 from ringdp.job import backend as ring
+from ringdp.job import threads as group_threads
 from ringdp.job.backend_watchdog import leave_groups as _leave_groups
 from ringdp.job.backend_watchdog import watch_backends as _watch_backends
 
@@ -196,12 +197,20 @@ def join_behind(place: config.LaunchEnvironment) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; `init` may be called again afterwards. Without a job it does nothing."""
-    if dist.is_initialized():
+    """Leave the job; `init` may be called again afterwards. Without a job it does nothing.
+
+    An asynchronous store (``kvstore.create("dist_async")``) that is open serves the others first, until all workers
+    have left it, unless this is called while an exception is on its way.
+    """
+    if not dist.is_initialized():
+        return config.unmark_rank()
+    try:
+        group_threads.end_all()
+    finally:
         if ring.BACKEND in str(dist.get_backend_config()):
             ring.say_farewell("it called ringdp.shutdown()")
         _leave_groups()
-    config.unmark_rank()
+        config.unmark_rank()
 
 
 def is_initialized() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -24,7 +25,23 @@ def start_thread(thread: threading.Thread, purpose: str, *, rank: int | None = N
         ) from error
 
 
+_ends: dict[Callable[[], None], None] = {}
+
+
 def end_before_groups(end: Callable[[], None]) -> None:
-    """Have `end` called when the process ends, before its groups end: those register when they are made."""
+    """Have `end` called when the process ends or leaves its job, before its groups end: those register when they are
+    made."""
+    _ends.pop(end, None)
+    _ends[end] = None
     atexit.unregister(end)
     atexit.register(end)  # the last one is called first
+
+
+def end_all() -> None:
+    """What the end of the process would call. Raises what one of them raises, after the others."""
+    with contextlib.ExitStack() as stack:
+        while _ends:
+            end = next(iter(_ends))
+            del _ends[end]
+            atexit.unregister(end)
+            stack.callback(end)

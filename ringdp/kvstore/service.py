@@ -400,7 +400,7 @@ _alive: weakref.WeakSet[Service] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """A program that ends by an error ends at once."""
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    """A program that ends by an error, or leaves its job because of one, ends at once."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
     for service in list(_alive):
         service.close(wait=failed is None)

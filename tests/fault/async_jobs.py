@@ -21,7 +21,7 @@ from ringdp.job import elastic as elastic_job
 from ringdp.kvstore.async_store import AsyncStore
 from ringdp.kvstore.messages import Kind
 from ringdp.kvstore.service import Service
-from tests.fault.elastic_jobs import telling
+from tests.fault.elastic_jobs import joined, telling
 from tests.train.async_cases import added
 
 NUMEL = 3000  # in slices of 960 on three ranks, and a rest
@@ -138,6 +138,17 @@ def beside_a_job(folder: str) -> list[str]:
             except InvalidArgumentError as error:
                 found.append(str(error))
     return found
+
+
+def left_open(folder: str) -> Tensor:
+    """Rank 1 leaves the job at once, with its store open; the other works on. The value then."""
+    with joined(folder, elastic=False) as rank:
+        kv, value = store(staleness=None)
+        if rank == 0:
+            time.sleep(0.5)  # rank 1 is leaving
+            steps(kv, value, range(5))
+            kv.pull("w", value)
+    return value
 
 
 def every_request(folder: str, kv: AsyncStore, value: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.fault import async_jobs as jobs
 from tests.fault.async_jobs import Plan
 from tests.fault.faults import sampled
-from tests.train.harness import Outcome, ring_is_built, run_outcomes
+from tests.train.harness import Outcome, ring_is_built, run_outcomes, run_ranks
 
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
@@ -68,6 +68,11 @@ def test_a_job_whose_ranks_come_has_no_such_store(tmp_path: Path) -> None:
         assert one.text is None, one.text
         assert len(one.value) == 2
         assert all("ringdp.elastic.Job and an asynchronous store or table" in text for text in one.value)
+
+
+def test_a_rank_that_shuts_down_serves_the_others_until_they_have_left(tmp_path: Path) -> None:
+    value, _ = run_ranks(jobs.left_open, str(tmp_path), world_size=2, backend=None)
+    assert value.eq(5).all()
 
 
 def test_without_a_save_the_loss_is_said(tmp_path: Path) -> None:
