@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ringdp.config import JOB_OVER, JOB_START, JOB_STORE, STORE_KEPT, read_address
 
 _CONNECT_S = 3.0
+_BUSY_S = 15.0  # a store's host may be busy, or wait for a name server that does not answer
 _GUESTS = f"{JOB_START}/guests"
 _BEAT_S = 0.5
 _SILENT_S = 10.0
@@ -44,14 +45,14 @@ def kept(store: Store, run_id: str) -> tuple[str, int] | None:
 
 
 def running(host: str, port: int, run_id: str) -> bool:
-    """Whether a job of that name has begun at that rendezvous, and its store answers."""
+    """Whether a job of that name has begun at that rendezvous, and its store answers: within 18 s each, if something
+    listens there."""
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # TCPStore would try again for seconds
-        root = _open(host, port)
+        root = _open_where_one_listens(host, port)
         key = f"{JOB_STORE}/{run_id}"
         if not root.check([key]):
             return False
-        _open(*read_address(root.get(key).decode()))
+        _open_where_one_listens(*read_address(root.get(key).decode()))
     except (dist.DistNetworkError, dist.DistStoreError, OSError, ValueError):
         return False
     return True
@@ -66,8 +67,17 @@ def is_store(host: str, port: int) -> bool:
     return True
 
 
-def _open(host: str, port: int) -> TCPStore:
-    return TCPStore(host, port, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+def _open(host: str, port: int, timeout_s: float = _CONNECT_S) -> TCPStore:
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _open_where_one_listens(host: str, port: int) -> TCPStore:
+    """Raises OSError at once where nothing does: TCPStore would try again for seconds."""
+    socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    try:
+        return _open(host, port)
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return _open(host, port, _BUSY_S)
 
 
 class Guest:

@@ -294,8 +294,10 @@ STOPS = """
 
 def test_one_that_is_stopped_while_it_gets_the_state_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
     """The others go on without it, two seconds later."""
-    text = textwrap.dedent(STOPS) + textwrap.dedent(TRAIN).replace("not first or", "job.step > 150 or")
+    text = textwrap.dedent(STOPS) + textwrap.dedent(until_finish(tmp_path))
     job = run(jobs, tmp_path, "--elastic", "-n", "3", "--console", "all", script(tmp_path, text), "kill")
+    wait_until(lambda: "nobody joined" in job.err, "the end of the entry")
+    (tmp_path / "finish").touch()
     job.wait(60)
     assert job.process.returncode == 0, job.err
     words = (
