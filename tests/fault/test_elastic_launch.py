@@ -83,15 +83,10 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
         r"ringrun: finished after .* and 12 steps without rank 0 \(SIGKILL\), rank 2 \(ValueError\), lost on the way,",
         job.err,
     )
-    assert (
-        len(
-            re.findall(
-                r"\[rank [123]\] ringdp: (?:rank \d: )?rank 0 \(host .*\) was lost .*as view 2; step 4 was made again",
-                job.err,
-            )
-        )
-        == 3
-    )
+    # A rank that still commits step 3 may hear of the loss, which comes right after it.
+    words = "step 4 was made again|step 3 counts, with the part of rank 0|nothing was under way"
+    told = r"\[rank [123]\] ringdp: (?:rank \d: )?rank 0 \(host .*\) was lost .*as view 2; "
+    assert len(re.findall(f"{told}(?:{words})", job.err)) == 3
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
 
@@ -120,8 +115,8 @@ def test_a_rank_that_is_stopped_for_longer_than_is_allowed_is_killed(tmp_path: P
     )
     assert job.process.returncode == 0, job.err
     assert re.search(
-        r"ringrun: rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for 1\.\d+ s: --evict-after 1\.5\);"
-        r" the other ranks go on without it",
+        r"ringrun: rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for [1-9]\.\d+ s: --evict-after 1\.5"
+        r"\); the other ranks go on without it",
         job.err,
     ), job.err
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
