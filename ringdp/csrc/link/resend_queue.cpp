@@ -64,7 +64,8 @@ void ResendQueue::forget(uint64_t delivered_bytes) {
 void ResendQueue::drop_first() {
   Kept& it = kept_.front();
   if (it.lender != nullptr) --lent_;
-  if (const std::size_t bytes = it.own.capacity(); bytes > 0 && spare_bytes_ + bytes <= kSpareBytes) {
+  if (const std::size_t bytes = it.own.capacity();
+      bytes > 0 && spare_.size() < kForgetFrames && spare_bytes_ + bytes <= kSpareBytes) {
     spare_bytes_ += bytes;
     spare_.push_back(std::move(it.own));
   }
