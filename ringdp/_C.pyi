@@ -938,8 +938,7 @@ def simulate(
 ) -> dict[str, Any]:
     """An all-reduce by the core's own operations over links in numbers (csrc/simulation). `hosts`: of each its
     ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises
-    InvalidArgumentError for what cannot
-    be simulated.
+    InvalidArgumentError for what cannot be simulated.
     """
 
 def simulate_change(members: int, costs: dict[str, float]) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 namespace ringdp {
 namespace {
 
-constexpr int kWays = 8;
 constexpr std::size_t kMostTextBytes = std::size_t{64} << 10;  // a block cannot ask for more memory than that per rank
 
 // Characters of UTF-8 stay whole: a store may be one of texts.

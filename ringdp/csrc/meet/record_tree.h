@@ -25,6 +25,8 @@ std::optional<std::vector<std::string>> split_texts(const std::string& block, st
 
 class RecordTree {
  public:
+  static constexpr int kWays = 8;
+
   // The keys are `kind`/<rank> and, of blocks, `kind`s/<rank>.
   RecordTree(Store& store, std::string kind, int rank, int world);
 

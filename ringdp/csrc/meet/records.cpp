@@ -200,9 +200,9 @@ PeerRecords::Answers PeerRecords::ask_trees(bool singly) {
   return answers;
 }
 
-RecordTree::Awaited PeerRecords::awaited(bool asks) {
+RecordTree::Awaited PeerRecords::awaited() {
   RecordTree::Awaited out;
-  if (identities_ && asks) {
+  if (identities_) {
     if (!identities_->complete()) {
       out = identities_->awaited(kMostAwaited);
       for (int rank : out.silent) ask_for(rank);

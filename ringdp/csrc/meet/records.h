@@ -93,9 +93,9 @@ class PeerRecords {
   // Reads some of the missing records; with `addresses` also these. `quiet`: the time since the last answer.
   Answers ask(bool addresses, Clock::duration quiet);
   void ask_for(int rank);  // its identity, unless that is known
-  // The ranks that did not publish, and those that did not pass on what others have: as far as this rank knows, or,
-  // where the store must be asked, by the store; no more than a thousand. May have read their identities then.
-  RecordTree::Awaited awaited(bool asks);
+  // The ranks that did not publish, and those that did not pass on what others have, no more than a thousand: as far
+  // as this rank knows, and where records are gathered by the store, of which it may have read their identities then.
+  RecordTree::Awaited awaited();
 
   const PeerRecord& operator[](int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   const PeerRecord& self() const { return (*this)[rank_]; }

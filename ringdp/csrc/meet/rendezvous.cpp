@@ -391,7 +391,7 @@ bool RendezvousRun::time_is_up() const {
 void RendezvousRun::notice() {
   if (ranks_.gathers() && rank_ > 0 && !ranks_.all_placed())
     return wait_.notice("what all ranks publish: the log of rank 0 names those that have not");
-  wait_.notice(missing_text(ranks_.awaited(true)) + (wait_.all_came() ? " to connect" : " to join"));
+  wait_.notice(missing_text(ranks_.awaited()) + (wait_.all_came() ? " to connect" : " to join"));
 }
 
 std::string RendezvousRun::missing_text(const RecordTree::Awaited& awaited) const {
@@ -418,7 +418,7 @@ std::string RendezvousRun::missing_text(const RecordTree::Awaited& awaited) cons
 void RendezvousRun::time_out() {
   std::string waited = " Timed out after " + in_seconds(wait_.waited()) + ": it waited for ";
   std::string me = ranks_.self().info.text();
-  const RecordTree::Awaited awaited = ranks_.awaited(true);
+  const RecordTree::Awaited awaited = ranks_.awaited();
   if (!awaited.absent.empty())
     throw failure_.make_error(
         ErrorKind::kTimeout, awaited.absent.front(),

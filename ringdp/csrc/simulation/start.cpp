@@ -1,6 +1,7 @@
 #include "simulation/start.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -8,11 +9,13 @@
 #include <optional>
 #include <queue>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "base/error.h"
+#include "base/sha256.h"
 #include "meet/record_tree.h"
 #include "meet/records.h"
 #include "meet/rendezvous.h"
@@ -100,16 +103,11 @@ class SimulatedStore final : public Store {
   double backlog_s_ = 0;  // of the store, at its clock
 };
 
-std::string hexadecimal(uint64_t number) {
-  std::string out;
-  for (int digit = 0; digit < 16; ++digit, number >>= 4U) out += "0123456789abcdef"[number & 15U];
-  return out;
-}
-
 // As ranks of that host have them.
 std::string identity_text(int rank, int host) {
   const uint64_t mixed = (static_cast<uint64_t>(host) + 1) * 0x9E3779B97F4A7C15ULL;
-  return write_record({{"boot", hexadecimal(mixed) + hexadecimal(mixed * mixed) + "0000"},
+  const std::array<uint64_t, 2> boot{mixed, mixed * mixed};
+  return write_record({{"boot", hex_encode(std::as_bytes(std::span(boot))) + "0000"},
                        {"hello", std::string(120, 'x')},
                        {"host", "node" + std::to_string(host)},
                        {"host_id", ""},
@@ -310,7 +308,7 @@ SimulatedStart simulate_start(const std::vector<int>& host_of, int full_mesh_ran
   result.mean_requests = mean_of(store.requests);
   result.store_bytes = store.bytes;
   int levels = 0;
-  for (int rank = RecordTree::children_of(0, world).back(); rank > 0; rank /= 8) ++levels;
+  for (int rank = RecordTree::children_of(0, world).back(); rank > 0; rank /= RecordTree::kWays) ++levels;
   result.rounds = gathers ? 2 * (levels + 1) : 2;
   return result;
 }

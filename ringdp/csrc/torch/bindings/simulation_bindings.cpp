@@ -168,9 +168,8 @@ void bind_simulation(py::module_& module) {
       py::arg("far") = false, py::arg("weights") = Weights{}, py::arg("most_messages") = 1e7,
       py::arg("fold_from_messages") = 2e5,
       "An all-reduce by the core's own operations over links in numbers (csrc/simulation). `hosts`: of each its\n"
-      "ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises "
-      "InvalidArgumentError for what cannot\n"
-      "be simulated.");
+      "ranks, its site, and the bytes a second out of it and into it; `weights`: what each owns. Raises\n"
+      "InvalidArgumentError for what cannot be simulated.");
   module.def("simulate_start", &start, py::arg("ranks_of_hosts"), py::arg("full_mesh_ranks"), py::arg("costs"),
              "The start of a job by the core's own reads of the store (csrc/simulation/start.h). Raises\n"
              "InvalidArgumentError where too many ranks connect with all others.");
