@@ -20,10 +20,10 @@ programs use the cores it says little: it waits by spinning and yielding, and wh
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 from benchmarks.collectives import allreduce, ceiling
 from benchmarks.compression import kernels
@@ -113,7 +113,7 @@ def of_steps(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
 
 
 def of_tcp(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    with _environment("RINGDP_TRANSPORT", "tcp"):
+    with mock.patch.dict(os.environ, RINGDP_TRANSPORT="tcp"):
         found = _all_reduces("--sizes", args.sizes, "--peers", "sockets", "--rounds", str(args.rounds))
     line = goodput.measure(None, seconds=3.0)
     rows = []
@@ -156,19 +156,6 @@ def _codec_rates(names: list[str]) -> dict[str, dict[str, float]]:
         if it["codec"] in rates:
             rates[it["codec"]][it["pass"]] = it["bytes_per_s"]
     return rates
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[list[dict[str, Any]]]]] = {

@@ -54,6 +54,13 @@ class Stream {
   std::size_t step_ = 0, offset_ = 0, passed_ = 0;
 };
 
+// Of send(2) and recv(2); 0: it would block.
+std::size_t moved(ssize_t result) {
+  if (result > 0) return static_cast<std::size_t>(result);
+  if (result == 0 || (errno != EAGAIN && errno != EINTR)) std::abort();
+  return 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -67,57 +74,36 @@ void socket_ring_all_reduce(int right, int left, int rank, int ranks, float* dat
   out.skip();
   in.skip();
   std::size_t held = 0;  // bytes of a float of which the rest has not come
+  auto* bytes = reinterpret_cast<char*>(piece.get());
   while (!out.over() || !in.over()) {
-    bool moved = false;
-    std::size_t ready = std::min(own + (in.over() ? static_cast<std::size_t>(-1) / 2 : in.passed() / 4 * 4),
-                                 out.passed() + kPieceFloats * 4);
-    if (!out.over() && out.passed() < ready) {
+    const bool sends = !out.over() && out.passed() < own + in.passed();
+    std::size_t sent = 0, got = 0;
+    if (sends) {
       Place at = out.chunk();
-      std::size_t bytes = std::min(ready - out.passed(), at.length * 4 - out.offset());
+      std::size_t most = std::min(own + in.passed() - out.passed(), at.length * 4 - out.offset());
       auto* from = reinterpret_cast<const char*>(data + at.from) + out.offset();
-      ssize_t sent = send(right, from, bytes, MSG_NOSIGNAL);
-      if (sent > 0) {
-        out.pass(static_cast<std::size_t>(sent));
-        moved = true;
-      } else if (sent == 0 || (errno != EAGAIN && errno != EINTR)) {
-        std::abort();
-      }
+      sent = moved(send(right, from, std::min(most, kPieceFloats * 4), MSG_NOSIGNAL));
+      out.pass(sent);
     }
     if (!in.over()) {
       Place at = in.chunk();
       std::size_t wanted = at.length * 4 - in.offset();
-      auto* place = reinterpret_cast<char*>(data + at.from) + in.offset();
       if (in.adds()) {
-        auto* bytes = reinterpret_cast<char*>(piece.get());
-        ssize_t got = recv(left, bytes + held, std::min(wanted, kPieceFloats * 4) - held, 0);
-        if (got > 0) {
-          std::size_t whole = (held + static_cast<std::size_t>(got)) / 4;
-          auto* to = reinterpret_cast<float*>(place);
-          for (std::size_t i = 0; i < whole; ++i) to[i] += piece[i];
-          held = held + static_cast<std::size_t>(got) - whole * 4;
-          std::copy_n(bytes + whole * 4, held, bytes);
-          in.pass(whole * 4);
-          moved = true;
-        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-          std::abort();
-        }
+        float* to = data + at.from + in.offset() / 4;
+        got = moved(recv(left, bytes + held, std::min(wanted, kPieceFloats * 4) - held, 0));
+        std::size_t whole = (held + got) / 4;
+        for (std::size_t i = 0; i < whole; ++i) to[i] += piece[i];
+        held = held + got - whole * 4;
+        std::copy_n(bytes + whole * 4, held, bytes);
+        in.pass(whole * 4);
       } else {
-        ssize_t got = recv(left, place, wanted, 0);
-        if (got > 0) {
-          in.pass(static_cast<std::size_t>(got));
-          moved = true;
-        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-          std::abort();
-        }
+        got = moved(recv(left, reinterpret_cast<char*>(data + at.from) + in.offset(), wanted, 0));
+        in.pass(got);
       }
     }
-    if (!moved) {
-      bool sends = !out.over() && out.passed() < ready;
-      pollfd fds[2] = {{left, POLLIN, 0}, {right, POLLOUT, 0}};
-      if (in.over()) fds[0].fd = -1;
-      if (!sends) fds[1].fd = -1;
-      poll(fds, 2, -1);
-    }
+    if (sent + got > 0) continue;
+    pollfd fds[2] = {{in.over() ? -1 : left, POLLIN, 0}, {sends ? right : -1, POLLOUT, 0}};
+    poll(fds, 2, -1);
   }
 }
 }
