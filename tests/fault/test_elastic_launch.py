@@ -17,19 +17,22 @@ from tests.train.harness import ring_is_built
 pytestmark = pytest.mark.skipif(not ring_is_built(), reason="ringdp is not built")
 
 TRAIN = """
-    import os, signal, sys
+    import os, pathlib, signal, sys, time
     import torch
     import ringdp
 
     ringdp.init()
-    place = ringdp.rank()
+    place, here = ringdp.rank(), pathlib.Path(__file__).parent
     torch.manual_seed(1)
     model = ringdp.RingDP(torch.nn.Linear(10, 1))
+    model.module.weight.register_hook(lambda _: (here / f"backward-{step}-{place}").touch())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for step in range(12):
         x = torch.full((4, 10), float(place + step))
         loss = model(x).square().mean()
         if step == 3 and place == 0:
+            while len(list(here.glob("backward-3-*"))) < ringdp.world_size() - 1:
+                time.sleep(0.01)  # until the others are in that step
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 6 and (place == 2 or "all" in sys.argv):
             raise ValueError("a sample of another size")
@@ -83,10 +86,15 @@ def test_a_killed_rank_and_one_that_raises_do_not_end_the_job(tmp_path: Path, jo
         r"ringrun: finished after .* and 12 steps without rank 0 \(SIGKILL\), rank 2 \(ValueError\), lost on the way,",
         job.err,
     )
-    # A rank that still commits step 3 may hear of the loss, which comes right after it.
-    words = "step 4 was made again|step 3 counts, with the part of rank 0|nothing was under way"
-    told = r"\[rank [123]\] ringdp: (?:rank \d: )?rank 0 \(host .*\) was lost .*as view 2; "
-    assert len(re.findall(f"{told}(?:{words})", job.err)) == 3
+    assert (
+        len(
+            re.findall(
+                r"\[rank [123]\] ringdp: (?:rank \d: )?rank 0 \(host .*\) was lost .*as view 2; step 4 was made again",
+                job.err,
+            )
+        )
+        == 3
+    )
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
     assert said == ["place 1 is rank 0 of 2", "place 3 is rank 1 of 2"]
 
@@ -115,8 +123,8 @@ def test_a_rank_that_is_stopped_for_longer_than_is_allowed_is_killed(tmp_path: P
     )
     assert job.process.returncode == 0, job.err
     assert re.search(
-        r"ringrun: rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for [1-9]\.\d+ s: --evict-after 1\.5"
-        r"\); the other ranks go on without it",
+        r"ringrun: rank 1 on host \S+ was killed by SIGKILL \(it had been stopped for 1\.\d+ s: --evict-after 1\.5\);"
+        r" the other ranks go on without it",
         job.err,
     ), job.err
     said = sorted(line.partition("] ")[2] for line in job.out.splitlines() if "place" in line)
