@@ -23,6 +23,8 @@ SAMPLED = {
     "test_sampled_processes::test_sampled_calls",
 }
 
+OF_THEIR_OWN = {"test_start_core"}  # whose ranks are each on a host of its own: once is enough
+
 
 def transport_names() -> list[str]:
     """In the order in which `auto` prefers them; without a build, whose tests are skipped, none is known."""
@@ -35,7 +37,10 @@ def transport_names() -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     preferred, *others = transport_names()
-    test = f"{metafunc.module.__name__.rpartition('.')[2]}::{metafunc.function.__name__}"
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if module in OF_THEIR_OWN:
+        others = []
+    test = f"{module}::{metafunc.function.__name__}"
     marks = () if test in SAMPLED else pytest.mark.slow
     every = [preferred, *(pytest.param(name, marks=marks) for name in others)]
     metafunc.parametrize("transport", every, indirect=True, scope="module")

@@ -19,9 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # compiles the loops 
 
 
 def built(compiler: list[str], binary: Path) -> str:
-    sources = [HERE / "kernel_bits.cpp", CSRC / "codec" / "plugin.cpp"]
-    sources += [path for name in ("base", "kernels", "codec") for path in sorted((CSRC / name).glob("*.cpp"))]
-    done = run([*compiler, *FLAGS, "-o", str(binary), *dict.fromkeys(map(str, sources))])
+    loops = [path for name in ("base", "kernels", "codec") for path in sorted((CSRC / name).glob("*.cpp"))]
+    done = run([*compiler, *FLAGS, "-o", str(binary), *map(str, (HERE / "kernel_bits.cpp", *loops))])
     assert done.returncode == 0, done.stderr
     return str(binary)
 
